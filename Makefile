@@ -1,0 +1,37 @@
+# `make demo` and `make test` need only python3 (3.11 or newer) and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-full test-latest bench clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv: $(VENV)/.ready
+
+demo: $(VENV)/.ready
+	$(BIN)/sharder demo
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-full: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+# The newest Python found on this machine, and the newest libraries that pyproject.toml allows on it.
+test-latest:
+	newest=$$(sh scripts/newest_python.sh) && echo "using $$newest" && $$newest -m venv .venv-latest
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
+	.venv-latest/bin/python -c 'import sys, jax; print("python", sys.version.split()[0], "jax", jax.__version__)'
+	.venv-latest/bin/python -m pytest -m 'not slow'
+
+bench: $(VENV)/.ready
+	$(BIN)/python bench/step.py
+	$(BIN)/python bench/loader.py
+
+clean:
+	rm -rf $(VENV) .venv-latest

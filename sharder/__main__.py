@@ -1,0 +1,3 @@
+from sharder.cli import main
+
+main()

@@ -1,0 +1,295 @@
+"""Frozen configuration of a run: plain values and checks that need one section only.
+
+Nothing here computes, mutates, touches a device or imports jax. Checks that need two sections,
+the data or the devices belong to `sharder.preflight`.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Literal, Union
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class UserError(ValueError):
+    """Something that the user can mend: the command line prints it and exits with code 2."""
+
+
+def require(ok: bool, name: str, value: object, should_be: str) -> None:
+    """Raises UserError naming the option, what was given and what it should be."""
+    if not ok:
+        option = "--" + name.replace("_", "-")
+        raise UserError(f"{option} is {value!r}, but must be {should_be}.")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Decoder-only language model with learned positions and pre-layer-norm blocks (GPT-2 family)."""
+
+    vocab_size: int = 256
+    """Number of token ids that the data may contain."""
+    padded_vocab_size: int = 256
+    """Rows of the embedding table; rows from vocab_size on are masked in the loss."""
+    max_seq_len: int = 256
+    """Number of learned positions, and the length of the key-value cache in generation."""
+    embed_dim: int = 256
+    num_heads: int = 4
+    mlp_dim: int = 1024
+    num_layers: int = 4
+    dropout_rate: float = 0.0
+    tie_embeddings: bool = False
+    """Use the embedding table as the output projection."""
+    param_dtype: Dtype = "float32"
+    """Dtype of parameters and gradients; optimizer moments are always float32."""
+    compute_dtype: Dtype = "float32"
+    """Dtype of matrix products and activations; the loss is always float32."""
+    remat: Literal["none", "block"] = "none"
+    """What the backward pass recomputes: nothing, or each block from its input."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "mlp_dim", "num_layers"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        require(
+            self.padded_vocab_size >= self.vocab_size, "model.padded_vocab_size", self.padded_vocab_size,
+            f"at least --model.vocab-size, which is {self.vocab_size}",
+        )  # fmt: skip
+        require(
+            self.embed_dim % self.num_heads == 0, "model.num_heads", self.num_heads,
+            f"a divisor of --model.embed-dim, which is {self.embed_dim}",
+        )  # fmt: skip
+        require(0.0 <= self.dropout_rate < 1.0, "model.dropout_rate", self.dropout_rate, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Stack of dense layers with GELU and a scalar-free regression head (the weak-scaling workload)."""
+
+    input_dim: int = 256
+    hidden_dim: int = 1024
+    num_layers: int = 4
+    """Hidden layers of hidden_dim x hidden_dim, scanned."""
+    output_dim: int = 16
+    param_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "float32"
+    remat: Literal["none", "block"] = "none"
+
+    def __post_init__(self):
+        for name in ("input_dim", "hidden_dim", "num_layers", "output_dim"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+
+
+ModelConfig = Union[TransformerConfig, MlpConfig]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from and how they are split."""
+
+    source: Literal["auto", "text", "synthetic"] = "auto"
+    """auto: text for language models, synthetic for the MLP."""
+    path: str | None = None
+    """Text file, folder, glob or .parquet; unset: the Python documentation topics of the standard library."""
+    text_column: str = "text"
+    """Column read from parquet files."""
+    tokenizer: str | None = None
+    """tokenizer.json (tokenizers) or .model (sentencepiece); unset: bytes."""
+    token_cache: str | None = None
+    """Folder for memory-mapped token files; unset: ~/.cache/sharder/tokens."""
+    seq_len: int = 256
+    """Tokens per example."""
+    validation_split: Literal["auto", "document", "range"] = "auto"
+    """document: whole documents are held out; range: the end of the corpus; auto: document where there are 20 or more."""
+    validation_fraction: float = 0.05
+    num_examples: int = 65536
+    """Size of a synthetic dataset."""
+    shuffle_rounds: int = 12
+    """Rounds of the index shuffle; below 8 successive ids correlate."""
+    prefetch: int = 2
+    """Batches read and copied to the device ahead of the step."""
+
+    def __post_init__(self):
+        require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
+        require(0.0 <= self.validation_fraction < 1.0, "data.validation_fraction", self.validation_fraction, "in [0, 1)")
+        require(self.num_examples >= 1, "data.num_examples", self.num_examples, "at least 1")
+        require(
+            8 <= self.shuffle_rounds <= 1024 and self.shuffle_rounds % 2 == 0,
+            "data.shuffle_rounds", self.shuffle_rounds, "an even number from 8 to 1024",
+        )  # fmt: skip
+        require(self.prefetch >= 1, "data.prefetch", self.prefetch, "at least 1")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the devices share the work; the meaning of each policy stands in docs/sharding.md."""
+
+    policy: Literal["dp", "zero", "fsdp"] = "zero"
+    data: int | None = None
+    """Replicas that hold copies; unset: devices / (fsdp x tensor)."""
+    fsdp: int | None = None
+    """Replicas that divide the state among themselves; unset: all replicas."""
+    tensor: int = 1
+    """Devices that compute one replica together."""
+    replicate: tuple[str, ...] = ()
+    """Parameters that may stay whole although the policy divides them, by path."""
+
+    def __post_init__(self):
+        for name in ("data", "fsdp", "tensor"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"parallel.{name}", value, "at least 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = 1e-3
+    """Peak, reached after warmup_steps."""
+    warmup_steps: int = 20
+    decay_steps: int = 1000
+    """Length of the schedule from step 0; constant in a recipe, independent of train.steps."""
+    final_lr_fraction: float = 0.1
+    """Learning rate from decay_steps on, as a fraction of the peak."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled; biases, norms and positions are left out."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; None: no clipping."""
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
+        require(
+            self.decay_steps > self.warmup_steps, "optimizer.decay_steps", self.decay_steps,
+            f"above --optimizer.warmup-steps, which is {self.warmup_steps}",
+        )  # fmt: skip
+        require(0.0 <= self.final_lr_fraction <= 1.0, "optimizer.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
+        require(0.0 <= self.b1 < 1.0, "optimizer.b1", self.b1, "in [0, 1)")
+        require(0.0 <= self.b2 < 1.0, "optimizer.b2", self.b2, "in [0, 1)")
+        require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
+        require(self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "above 0, or None")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length of the run, batch and seed."""
+
+    steps: int = 300
+    global_batch_size: int = 32
+    """Examples per step over all replicas."""
+    microbatch_size: int | None = None
+    """Examples per replica and accumulation slot; unset: one slot."""
+    seed: int = 0
+    """Decides initial parameters, data order and dropout."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the parameters."""
+    log_every: int = 1
+    validate_every: int = 100
+    """Steps between evaluations of the held-out split; 0: only at the end."""
+    validation_batches: int | None = None
+    """Batches per evaluation; unset: the whole split."""
+
+    def __post_init__(self):
+        require(self.steps >= 1, "train.steps", self.steps, "at least 1")
+        require(self.global_batch_size >= 1, "train.global_batch_size", self.global_batch_size, "at least 1")
+        require(
+            self.microbatch_size is None or self.microbatch_size >= 1, "train.microbatch_size", self.microbatch_size, "at least 1"
+        )
+        require(0 <= self.seed < 2**32, "train.seed", self.seed, "in [0, 2**32)")
+        require(self.ema_decay is None or 0.0 < self.ema_decay < 1.0, "train.ema_decay", self.ema_decay, "in (0, 1)")
+        require(self.log_every >= 1, "train.log_every", self.log_every, "at least 1")
+        require(self.validate_every >= 0, "train.validate_every", self.validate_every, "at least 0")
+        require(
+            self.validation_batches is None or self.validation_batches >= 1,
+            "train.validation_batches", self.validation_batches, "at least 1",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When full state is saved and which saves are kept."""
+
+    every: int = 100
+    """Steps between saves; 0: only at the end and when stopped."""
+    keep_last: int = 2
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+
+    def __post_init__(self):
+        require(self.every >= 0, "checkpoint.every", self.every, "at least 0")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        require(self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Devices and processes of this machine."""
+
+    cpu_devices: int | None = None
+    """Simulate this many devices per process on the CPU."""
+    bringup_timeout_s: int = 60
+    """How long processes wait for one another at start."""
+    compile_cache: str | None = None
+    """Folder of compiled programs; unset: ~/.cache/sharder/compiled; "off": none."""
+
+    def __post_init__(self):
+        require(self.cpu_devices is None or self.cpu_devices >= 1, "cluster.cpu_devices", self.cpu_devices, "at least 1")
+        require(self.bringup_timeout_s >= 1, "cluster.bringup_timeout_s", self.bringup_timeout_s, "at least 1")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Optional writers beside metrics.jsonl; none can stop a run."""
+
+    tensorboard: bool = False
+    wandb_project: str | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a recipe decides."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, MlpConfig)}
+
+
+def to_dict(config: RunConfig) -> dict:
+    """The config as JSON-ready values; the model's class stands under model.kind."""
+    tree = dataclasses.asdict(config)
+    tree["model"] = {"kind": type(config.model).__name__, **tree["model"]}
+    return json.loads(json.dumps(tree))
+
+
+def from_dict(tree: dict) -> RunConfig:
+    """Inverse of `to_dict`. Raises UserError for unknown keys (a config of another version)."""
+    sections = {f.name: f for f in dataclasses.fields(RunConfig)}
+    unknown = set(tree) - set(sections)
+    if unknown:
+        raise UserError(f"config.json has unknown sections {sorted(unknown)}: it was written by another version of sharder.")
+    values = {}
+    for name, section in tree.items():
+        section = dict(section)
+        cls = MODEL_CONFIGS[section.pop("kind")] if name == "model" else sections[name].type
+        try:
+            values[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in section.items()})
+        except TypeError as error:
+            raise UserError(f"config.json, section {name}: {error}. It was written by another version of sharder.") from None
+    return RunConfig(**values)
+
+
+def config_hash(config: RunConfig) -> str:
+    """16 hex digits of the SHA-256 of the canonical JSON form."""
+    return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,379 @@
+"""Where text comes from: documents in files, folders, parquet columns or the standard library.
+
+Opening a corpus reads the sizes of its files only. Contents are memory-mapped (parquet is decoded a few
+thousand rows at a time), so that a corpus may be far larger than memory.
+"""
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sharder.config import DataConfig, UserError
+
+MIN_DOCUMENTS = 20
+"""From here on `auto` holds out whole documents; with fewer, one of them could be most of the corpus."""
+
+
+class Block(NamedTuple):
+    """Successive documents that lie together: document d is data[offsets[d] : offsets[d + 1]]."""
+
+    data: np.ndarray  # uint8
+    offsets: np.ndarray  # int64 (documents + 1,)
+
+
+class Piece(NamedTuple):
+    """The part of one document that belongs to a split."""
+
+    name: str
+    start: int  # of data, in the document
+    data: np.ndarray  # uint8
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of a source that holds one document."""
+
+    source: "Topic | MappedFile"
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A document in memory."""
+
+    title: str
+    content: bytes
+    num_documents = 1
+
+    def open(self) -> np.ndarray:
+        return np.frombuffer(self.content, np.uint8)
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.content).digest()
+
+    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([len(self.content)]), np.frombuffer(digest[:8], "<u8")
+
+    def blocks(self) -> Iterator[Block]:
+        yield Block(self.open(), np.array([0, len(self.content)]))
+
+    def document_name(self, index: int) -> str:
+        return f"topic {self.title!r}"
+
+
+@lru_cache(maxsize=256)  # a map holds a file descriptor, and a process commonly may have 1024
+def _map(path: str, num_bytes: int, modified_ns: int) -> np.ndarray:
+    try:
+        status = os.stat(path)
+        if (status.st_size, status.st_mtime_ns) != (num_bytes, modified_ns):
+            raise UserError(
+                f"{path} changed while the run was reading it ({num_bytes} bytes before, {status.st_size} now), so its "
+                "examples are no longer those of its fingerprint. Start again, on a file that nobody writes to."
+            )
+        return np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that is one document. The map is opened when needed, so that thousands of files cost no descriptors."""
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+    num_documents = 1
+
+    @classmethod
+    def of(cls, path: str | Path) -> "MappedFile":
+        status = os.stat(path)
+        return cls(str(path), status.st_size, status.st_mtime_ns)
+
+    def open(self) -> np.ndarray:
+        return _map(self.path, self.num_bytes, self.modified_ns)
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.open()).digest()
+
+    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([self.num_bytes]), np.frombuffer(digest[:8], "<u8")
+
+    def blocks(self) -> Iterator[Block]:
+        yield Block(self.open(), np.array([0, self.num_bytes]))
+
+    def document_name(self, index: int) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class ParquetColumn:
+    """One text column of a parquet file; each row is a document, a null is an empty one."""
+
+    file: MappedFile
+    column: str
+    num_documents: int
+
+    @classmethod
+    def of(cls, path: str | Path, column: str) -> "ParquetColumn":
+        """Raises UserError if the file is no parquet file, lacks the column, or holds something else than text in it."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(path) as parquet:
+                schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path} cannot be read as parquet: {error}") from None
+        if column not in schema.names:
+            raise UserError(
+                f"{path} has no column {column!r}; its columns are {', '.join(schema.names)}. Choose one with --data.text-column."
+            )
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
+            raise UserError(f"Column {column!r} of {path} is {kind}, not text. Choose another with --data.text-column.")
+        return cls(MappedFile.of(path), column, num_rows)
+
+    def digest(self) -> bytes:
+        # Of the file and not of the rows, so that finding ready token files needs no decoding.
+        return hashlib.sha256(f"parquet {self.column}\n".encode() + self.file.digest()).digest()
+
+    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
+        lengths, keys = [np.empty(0, np.int64)], []
+        for data, offsets in self.blocks():
+            lengths.append(np.diff(offsets))
+            bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist())
+            keys += [hashlib.sha256(data[start:stop]).digest()[:8] for start, stop in bounds]
+        return np.concatenate(lengths), np.frombuffer(b"".join(keys), "<u8")
+
+    def blocks(self) -> Iterator[Block]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.file.open()  # raises if the file is no longer the one that was opened
+        with pq.ParquetFile(self.file.path) as parquet:
+            for batch in parquet.iter_batches(batch_size=8192, columns=[self.column]):
+                text = batch.column(0)
+                if pa.types.is_dictionary(text.type):
+                    text = text.dictionary_decode()
+                text = text.cast(pa.large_binary()).fill_null(b"")
+                _, offsets, data = text.buffers()
+                offsets = np.frombuffer(offsets, np.int64)[text.offset : text.offset + len(text) + 1]
+                yield Block(np.frombuffer(data or b"", np.uint8), offsets)
+
+    def document_name(self, index: int) -> str:
+        return f"{self.file.path}, row {index}"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents, in order, before they are split and made into examples."""
+
+    name: str
+    """What the user asked for, for messages."""
+    sources: tuple[Topic | MappedFile | ParquetColumn, ...]
+
+    @property
+    def num_documents(self) -> int:
+        return sum(source.num_documents for source in self.sources)
+
+    @property
+    def has_parquet(self) -> bool:
+        return any(isinstance(source, ParquetColumn) for source in self.sources)
+
+    @cached_property
+    def _digests(self) -> list[bytes]:
+        with ThreadPoolExecutor() as pool:  # hashing and page faults leave the interpreter lock to others
+            return list(pool.map(lambda source: source.digest(), self.sources))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the contents in order; names and places of the files do not enter."""
+        return hashlib.sha256(b"sharder corpus 1\n" + b"".join(self._digests)).hexdigest()
+
+    @cached_property
+    def documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every document its length in bytes, int64, and a hash of its content, uint64, both (num_documents,)."""
+        measures = [source.measure(digest) for source, digest in zip(self.sources, self._digests)]
+        lengths, keys = zip(*measures)
+        return np.concatenate(lengths), np.concatenate(keys)
+
+    def read(self, index: int) -> np.ndarray:
+        """Bytes of document `index`, uint8. Decodes a parquet file from its beginning."""
+        for source in self.sources:
+            if index >= source.num_documents:
+                index -= source.num_documents
+                continue
+            for data, offsets in source.blocks():
+                if index < len(offsets) - 1:
+                    return data[offsets[index] : offsets[index + 1]]
+                index -= len(offsets) - 1
+        raise IndexError(f"{self.name} has {self.num_documents} documents.")
+
+    def split(self, how: Literal["auto", "document", "range"], fraction: float) -> "tuple[Split, Split | None]":
+        """Train and validation; validation is None when the fraction is 0."""
+        if fraction == 0:
+            return Split(self, "train", "whole", 0.0), None
+        if how == "auto":
+            how = "document" if self.num_documents >= MIN_DOCUMENTS else "range"
+        return Split(self, "train", how, fraction), Split(self, "validation", how, fraction)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of a corpus that is trained on, or the part that is held out."""
+
+    corpus: Corpus
+    name: Literal["train", "validation"]
+    how: Literal["whole", "document", "range"]
+    fraction: float
+    """Part of the documents (document) or of the bytes (range) that is held out."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of everything that decides the bytes of this split; needs no decoding."""
+        return hashlib.sha256(f"{self.corpus.fingerprint} {self.name} {self.how} {self.fraction!r}".encode()).hexdigest()
+
+    @cached_property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every document the bytes [start, stop) that belong to this split, int64 (num_documents,) each.
+
+        Raises UserError if documents were to be held out and there are not enough.
+        """
+        lengths, _ = self.corpus.documents
+        validation_starts = {"whole": lambda: lengths, "document": self._whole_documents, "range": self._last_bytes}[self.how]()
+        if self.name == "train":
+            return np.zeros_like(lengths), validation_starts
+        return validation_starts, lengths
+
+    def _whole_documents(self) -> np.ndarray:
+        """Where validation starts in each document (0 or its end): those with the smallest hashes are held out.
+
+        The hash is of the content: neither a new name nor another document moves one from train to validation
+        (but for the last few of the rank), and all copies of a document are on the same side.
+        """
+        lengths, keys = self.corpus.documents
+        some = lengths > 0
+        num = int(some.sum())
+        if num >= 2:
+            num_held_out = min(max(1, round(self.fraction * num)), num - 1)
+            held_out = keys <= np.partition(keys[some], num_held_out - 1)[num_held_out - 1]
+            if not held_out[some].all():
+                return np.where(held_out, 0, lengths)
+        what = f"{num} documents with the same text" if num >= 2 else f"{num} document{'' if num == 1 else 's'}"
+        raise UserError(
+            f"--data.validation-split document holds out whole documents, but {self.corpus.name} has {what}. "
+            "Use --data.validation-split range, or --data.validation-fraction 0 to train without validation."
+        )
+
+    def _last_bytes(self) -> np.ndarray:
+        """Where validation starts in each document, so that it is the last `fraction` of all bytes."""
+        lengths, _ = self.corpus.documents
+        ends = np.cumsum(lengths)
+        cut = int(ends[-1]) - int(ends[-1] * self.fraction)
+        starts = np.clip(cut - (ends - lengths), 0, lengths)
+        index = int(np.searchsorted(ends, cut, side="right"))
+        if index < len(ends) and starts[index] > 0:  # not in the middle of a character of UTF-8
+            follows = self.corpus.read(index)[starts[index] : starts[index] + 3] & 0xC0 == 0x80
+            starts[index] += int(np.cumprod(follows).sum())
+        return starts
+
+    @property
+    def num_bytes(self) -> int:
+        starts, stops = self.ranges
+        return int((stops - starts).sum())
+
+    def runs(self) -> list[Run]:
+        """The bytes of this split in order, as stretches of files. Not for parquet, which cannot be mapped."""
+        assert not self.corpus.has_parquet
+        bounds = zip(self.corpus.sources, *(bound.tolist() for bound in self.ranges))
+        return [Run(source, start, stop) for source, start, stop in bounds if start < stop]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The documents of this split in order, empty ones left out."""
+        first = 0
+        for source in self.corpus.sources:
+            starts, stops = (bound[first : first + source.num_documents] for bound in self.ranges)
+            first += source.num_documents
+            if not (starts < stops).any():
+                continue  # a file that is on the other side is not opened
+            bounds = enumerate(zip(starts.tolist(), stops.tolist()))
+            for data, offsets in source.blocks():
+                for offset, (document, (start, stop)) in zip(offsets[:-1].tolist(), bounds):
+                    if start < stop:
+                        yield Piece(source.document_name(document), start, data[offset + start : offset + stop])
+
+    def count_windows(self, size: int, unit: Literal["bytes", "tokens"], seq_len: int) -> int:
+        """Number of examples in `size` bytes or tokens: each has seq_len inputs, and the targets are one further.
+
+        Raises UserError if there is not one.
+        """
+        if size > seq_len:
+            return (size - 1) // seq_len
+        ways = [f"lower --data.seq-len to {size - 1} or less"] if size >= 2 else []
+        if self.name == "validation":
+            ways += [f"raise --data.validation-fraction above {self.fraction}", "set it to 0 to train without validation"]
+        else:
+            ways += [f"lower --data.validation-fraction below {self.fraction}"] if self.fraction else []
+            ways += ["give more text with --data.path"]
+        ways = ", ".join(ways[:-1]) + " or " + ways[-1] if len(ways) > 1 else ways[0]
+        raise UserError(
+            f"The {self.name} split of {self.corpus.name} has {size} {unit}, but one example needs {seq_len + 1} "
+            f"(--data.seq-len {seq_len}, and the target of the last). {ways[0].upper()}{ways[1:]}."
+        )
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """The corpus that `data.path` names: a file, a folder (all files below it), a glob, or the standard library's topics.
+
+    Files are ordered by their path below the folder; names that begin with a dot are left out, as a glob does. A file named
+    *.parquet holds a document in each row, any other is a document. Raises UserError if nothing is there, or nothing in it.
+    """
+    if data.path is None:
+        from pydoc_data.topics import topics
+
+        return Corpus("the built-in corpus", tuple(Topic(title, topics[title].encode()) for title in sorted(topics)))
+    paths = _find_files(data.path)
+    sources = [
+        ParquetColumn.of(path, data.text_column) if path.endswith(".parquet") else MappedFile.of(path)
+        for path in paths
+        if os.path.getsize(path) > 0
+    ]
+    sources = [source for source in sources if source.num_documents > 0]
+    if not sources:
+        what = "is empty" if len(paths) == 1 else f"names {len(paths)} files, all empty"
+        raise UserError(f"--data.path {data.path} {what}: 0 bytes of text. Give a file with text in it.")
+    return Corpus(data.path, tuple(sources))
+
+
+def _find_files(path: str) -> list[str]:
+    root = os.path.expanduser(path)
+    if os.path.isfile(root):
+        return [root]
+    if os.path.isdir(root):
+        found = []
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+        missing = f"--data.path {path} is a folder without files. Give one with text files or .parquet files in it."
+    elif glob.has_magic(root):
+        found = glob.glob(root, recursive=True)
+        missing = f"--data.path {path} matches no file (looked in {os.getcwd()}). Mend the pattern; in a shell, quote it."
+    else:
+        found = []
+        missing = (
+            f"--data.path {path} does not exist (looked for {os.path.abspath(root)}). "
+            "Give a text file, a folder, a glob or a .parquet file, or leave it out to train on the built-in corpus."
+        )
+    found = sorted(name for name in found if os.path.isfile(name))
+    if not found:
+        raise UserError(missing)
+    return found

@@ -1,0 +1,115 @@
+"""Reads the next batches and copies them to the devices while the current step computes.
+
+A batch on the devices has shape (slots, slot_size, ...): slot i holds the rows i x slot_size .. of the global batch
+and is divided over the replicas in order, so that in every slot a process reads one contiguous slice.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharder.data.dataset import Batch, Dataset
+from sharder.data.order import Order
+from sharder.sharding.mesh import REPLICA_AXES
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the rows of a global batch go."""
+
+    mesh: Mesh
+    num_slots: int
+    slot_size: int
+    """Examples of all replicas in one accumulation slot."""
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, REPLICA_AXES))
+
+    def local_rows(self) -> tuple[int, int]:
+        """Rows start..stop of every slot that live on this process's devices."""
+        shape = (self.num_slots, self.slot_size)
+        spans = {(s[1].start or 0, s[1].stop or self.slot_size) for s in self.sharding.addressable_devices_indices_map(shape).values()}
+        start, stop = min(a for a, _ in spans), max(b for _, b in spans)
+        assert sum(b - a for a, b in spans) == stop - start, f"rows of this process are not contiguous: {sorted(spans)}"
+        return start, stop
+
+    def to_devices(self, local: Batch) -> dict[str, jax.Array]:
+        """Global arrays from this process's rows, which come as (slots x local rows, ...)."""
+
+        def put(x: np.ndarray) -> jax.Array:
+            x = x.reshape(self.num_slots, -1, *x.shape[1:])
+            return jax.make_array_from_process_local_data(self.sharding, x, (self.num_slots, self.slot_size, *x.shape[2:]))
+
+        return {name: put(x) for name, x in local.items()}
+
+
+def read_step(dataset: Dataset, order: Order, layout: BatchLayout, step: int) -> Batch:
+    """This process's rows of the batch of `step`, slot after slot."""
+    start, stop = layout.local_rows()
+    ids = [order.ids(step, i * layout.slot_size + start, i * layout.slot_size + stop) for i in range(layout.num_slots)]
+    return dataset.read(np.concatenate(ids))
+
+
+class Prefetcher:
+    """Iterates over `make(first)`, `make(first + 1)`, ..., computed `depth` ahead in a thread.
+
+    An exception in `make` is raised by `next`. `wait_s` is how long the last `next` had to wait.
+    """
+
+    def __init__(self, make: Callable[[int], object], first: int, depth: int):
+        self._queue: queue.Queue = queue.Queue(depth)
+        self._stop = threading.Event()
+        self.wait_s = 0.0
+        self._thread = threading.Thread(target=self._run, args=(make, first), name="loader", daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Callable[[int], object], step: int) -> None:
+        while not self._stop.is_set():
+            try:
+                item = (make(step), None)
+            except BaseException as error:  # noqa: BLE001  handed to the consumer, which raises it
+                item = (None, error)
+            while not self._stop.is_set():
+                try:
+                    self._queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if item[1] is not None:
+                return
+            step += 1
+
+    def __next__(self):
+        started = time.perf_counter()
+        value, error = self._queue.get()
+        self.wait_s = time.perf_counter() - started
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def open_loader(dataset: Dataset, order: Order, layout: BatchLayout, first_step: int, depth: int) -> Prefetcher:
+    """Batches on the devices from `first_step` on, without end."""
+    return Prefetcher(lambda step: layout.to_devices(read_step(dataset, order, layout, step)), first_step, depth)
+
+
+def sequential_batches(dataset: Dataset, layout: BatchLayout, limit: int | None) -> Iterator[dict[str, jax.Array]]:
+    """The dataset once, in order, at most `limit` batches; the last is filled up with rows of `valid` 0."""
+    start, stop = layout.local_rows()
+    size = layout.num_slots * layout.slot_size
+    num_batches = -(-len(dataset) // size)
+    for number in range(num_batches if limit is None else min(limit, num_batches)):
+        rows = np.arange(number * size, (number + 1) * size).reshape(layout.num_slots, -1)[:, start:stop].reshape(-1)
+        batch = dataset.read(np.minimum(rows, len(dataset) - 1))
+        yield layout.to_devices({**batch, "valid": (rows < len(dataset)).astype(np.float32)})

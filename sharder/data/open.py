@@ -1,0 +1,25 @@
+"""From a run's configuration to its datasets."""
+
+from sharder.config import MlpConfig, RunConfig, UserError
+from sharder.data.dataset import Dataset
+from sharder.data.synthetic import SyntheticRegression, SyntheticTokens
+
+
+def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+    """Training and held-out examples; the latter is None where nothing is held out.
+
+    Raises UserError where the source does not fit the model, or the data cannot be read.
+    """
+    data, model = config.data, config.model
+    if isinstance(model, MlpConfig):
+        if data.source == "text":
+            raise UserError("--data.source is text, but the MLP reads only synthetic examples.")
+        make = lambda n, salt: SyntheticRegression(n, model.input_dim, model.output_dim, salt)  # noqa: E731
+    elif data.source == "synthetic":
+        make = lambda n, salt: SyntheticTokens(n, data.seq_len, model.vocab_size, salt)  # noqa: E731
+    else:
+        from sharder.data.text import open_text
+
+        return open_text(data, model.vocab_size)
+    held_out = int(data.num_examples * data.validation_fraction)
+    return make(data.num_examples, 0), make(held_out, 1) if held_out else None

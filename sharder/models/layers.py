@@ -1,0 +1,65 @@
+"""The pieces that models share: declaring a parameter, normalisation, dropout.
+
+Shape letters: B batch, T positions, D model dimension.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sharder.ops.layout import Layout
+
+Initializer = Callable[..., jax.Array]
+
+normal = jax.nn.initializers.normal
+zeros = jax.nn.initializers.zeros
+ones = jax.nn.initializers.ones
+
+
+def param(rngs: nnx.Rngs, init: Initializer, dtype: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """A parameter with a logical axis name for every dimension, under our own metadata key `axes`.
+
+    flax's key `out_sharding` would place the array at once on a mesh axis of that name.
+    """
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} needs {len(shape)} axis names, got {axes}")
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)), axes=axes)
+
+
+def stack(block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`num_layers` independently initialised copies of a block, every parameter with a leading axis `layers`."""
+
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers", "axes": "layers"})
+    def make(layer_rngs):
+        return block(layer_rngs)
+
+    return make(rngs)
+
+
+def fetch(module: nnx.Module, name: str, layout: Layout, dtype: str) -> nnx.Module:
+    """The module at path `name` with its weights where they are computed with."""
+    graphdef, params = nnx.split(module)
+    return nnx.merge(graphdef, layout.weights(name, nnx.to_pure_dict(params), dtype))
+
+
+def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float = 1e-5) -> jax.Array:
+    """Layer normalisation over the last dimension, computed in float32, in the dtype of `x` (arXiv:1607.06450)."""
+    x = x_BTD.astype(jnp.float32)
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    variance = jnp.square(centred).mean(-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(variance + eps) * scale_D + bias_D).astype(x_BTD.dtype)
+
+
+def dropout(x_BTD: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.Array:
+    """Inverted dropout with one key per example, so that the mask depends on the example and not on its neighbours.
+
+    `site` tells the places inside a layer apart. No keys: nothing is dropped.
+    """
+    if keys_B is None or rate == 0.0:
+        return x_BTD
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x_BTD.shape[1:]))(keys_B)
+    return jnp.where(keep, x_BTD / (1.0 - rate), jnp.zeros((), x_BTD.dtype))

@@ -1,0 +1,71 @@
+"""The compute layout as a model meets it: weights gathered where a block asks for them, gradients scattered back."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import with_sharding_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharder.ops.layout import Body
+from sharder.sharding.mesh import REPLICA_AXES
+from sharder.sharding.plan import Plan
+from sharder.sharding.policy import Layout
+
+Tree = Any
+GATHERED = "gathered_weight"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(p: jax.Array, dtype: str, storage: NamedSharding, compute: NamedSharding, gradient: NamedSharding) -> jax.Array:
+    # Cast before the gather, pinned on both sides, so that the narrow dtype travels.
+    narrow = with_sharding_constraint(p.astype(jnp.dtype(dtype)), storage)
+    return with_sharding_constraint(narrow, compute)
+
+
+def _gather_forward(p, dtype, storage, compute, gradient):
+    return _gather(p, dtype, storage, compute, gradient), jnp.zeros((), p.dtype)
+
+
+def _gather_backward(dtype, storage, compute, gradient, like, cotangent):
+    # A plain constraint would transpose to the compute layout (an all-reduce to whole gradients on every device);
+    # pinning the gradient layout instead leaves room for a reduce-scatter. The sum runs in the parameter's dtype.
+    return (with_sharding_constraint(cotangent.astype(like.dtype), gradient),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+class ComputeLayout:
+    """`sharder.ops.layout.Layout` on a mesh, as a plan says."""
+
+    def __init__(self, mesh: Mesh, plan: Plan, gradient: Layout):
+        """`gradient`: the layout in which gradients leave a block."""
+        self.mesh, self.plan, self.gradient = mesh, plan, gradient
+
+    def weights(self, name: str, params: Tree, dtype: str) -> Tree:
+        def one(path, p):
+            leaf = self.plan.leaves["/".join((name, *(str(k.key) for k in path)))]
+
+            def sharding(layout: Layout) -> NamedSharding:
+                # In a scan the leading dimension (layers, never divided) is gone.
+                return NamedSharding(self.mesh, PartitionSpec(*leaf.spec(layout)[len(leaf.decl.shape) - p.ndim :]))
+
+            whole = _gather(p, dtype, sharding("storage"), sharding("compute"), sharding(self.gradient))
+            return checkpoint_name(whole, GATHERED)
+
+        return jax.tree.map_with_path(one, params)
+
+    def activation(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        entries = [REPLICA_AXES if a == "batch" else "tensor" if a in self.plan.rules.tensor else None for a in axes]
+        return with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+    def scanned(self, body: Body, remat: str) -> Body:
+        if remat == "block":
+            return jax.checkpoint(body)
+        if self.plan.policy == "fsdp":
+            # Otherwise the gathered weights of every layer would be kept for the backward pass, and the model be whole.
+            return jax.checkpoint(body, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED))
+        return body

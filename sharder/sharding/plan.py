@@ -1,0 +1,108 @@
+"""The plan: every sharding of a run, derived from policy x mesh x the parameters that a model declares.
+
+A plan needs no devices, so it can be made and explained for a machine that is not there.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharder.config import ParallelConfig
+from sharder.sharding.axes import AxisRules, ParamDecl, check_axes
+from sharder.sharding.mesh import MeshShape
+from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
+
+
+def divisor(entry: str | tuple[str, ...] | None, mesh: MeshShape) -> int:
+    """Into how many pieces one entry of a PartitionSpec cuts its dimension."""
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(mesh.size(n) for n in names)
+
+
+def bytes_per_device(shape: tuple[int, ...], dtype: str, spec: PartitionSpec, mesh: MeshShape) -> int:
+    """Bytes of one device's shard; the dimensions must divide."""
+    pieces = math.prod(divisor(e, mesh) for e in spec)
+    return math.prod(shape) * np.dtype(dtype).itemsize // pieces
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """One parameter and its three layouts."""
+
+    path: str
+    decl: ParamDecl
+    storage: PartitionSpec
+    compute: PartitionSpec
+    update: PartitionSpec
+
+    def spec(self, layout: Layout) -> PartitionSpec:
+        return getattr(self, layout)
+
+
+@dataclass(frozen=True)
+class Indivisible:
+    """A dimension that does not divide as its layout says."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    axis: str
+    dim_size: int
+    factor: int
+
+    def __str__(self) -> str:
+        below, above = self.dim_size // self.factor * self.factor, -(-self.dim_size // self.factor) * self.factor
+        nearest = " or ".join(str(n) for n in (below, above) if n)
+        return (
+            f"{self.path}: shape {self.shape}, layout {tuple(self.spec)}: {self.axis} is {self.dim_size}, which does not divide"
+            f" into {self.factor}; make it {nearest}, choose another degree, or accept a whole copy with"
+            f" --parallel.replicate {self.path}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layouts of all parameters, by path."""
+
+    policy: str
+    mesh: MeshShape
+    rules: AxisRules
+    leaves: Mapping[str, LeafPlan]
+
+    def indivisible(self) -> list[Indivisible]:
+        """Every dimension that a layout cannot divide evenly; a run needs this list empty."""
+        return [
+            Indivisible(leaf.path, leaf.decl.shape, leaf.spec(layout), axis, size, factor)
+            for leaf in self.leaves.values()
+            for layout in ("update", "storage")
+            if layout == "update" or leaf.storage != leaf.update
+            for axis, size, entry in zip(leaf.decl.axes, leaf.decl.shape, leaf.spec(layout))
+            if size % (factor := divisor(entry, self.mesh))
+        ]
+
+    def undivided(self) -> list[str]:
+        """Parameters that stay whole on every replica although the policy divides parameters."""
+        if self.policy == "dp" or self.mesh.fsdp == 1:
+            return []
+        return [p for p, leaf in self.leaves.items() if not any("fsdp" in (e or ()) for e in leaf.update)]
+
+    def shardings(self, layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
+        return {path: NamedSharding(mesh, leaf.spec(layout)) for path, leaf in self.leaves.items()}
+
+    def param_bytes_per_device(self, layout: Layout) -> int:
+        return sum(bytes_per_device(x.decl.shape, x.decl.dtype, x.spec(layout), self.mesh) for x in self.leaves.values())
+
+
+def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:
+    """Raises ValueError for an axis name that the model's rules do not know."""
+    leaves = {}
+    for path, decl in decls.items():
+        check_axes(path, decl, rules)
+        specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
+        if path in parallel.replicate:
+            specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
+        leaves[path] = LeafPlan(path, decl, **specs)
+    return Plan(parallel.policy, mesh, rules, leaves)

@@ -1,0 +1,43 @@
+"""From a policy to the layout of one parameter: the table of the three layouts, and nothing else.
+
+| policy | storage (at rest) | compute (in a block) | update (gradients, optimizer) |
+| dp     | whole             | whole                | whole                         |
+| zero   | whole             | whole                | divided by fsdp               |
+| fsdp   | divided by fsdp   | whole                | divided by fsdp               |
+
+Tensor parallelism divides the model's tensor axes in all three.
+"""
+
+from typing import Literal
+
+from jax.sharding import PartitionSpec
+
+from sharder.sharding.axes import AxisRules
+
+Layout = Literal["storage", "compute", "update"]
+LAYOUTS: tuple[Layout, ...] = ("storage", "compute", "update")
+
+DIVIDED_BY_FSDP: dict[str, tuple[Layout, ...]] = {"dp": (), "zero": ("update",), "fsdp": ("storage", "update")}
+
+
+def partition(axes: tuple[str, ...], rules: AxisRules, policy: str, layout: Layout) -> PartitionSpec:
+    """Partition of a parameter with these logical axes; a dimension may be divided by two mesh axes.
+
+    The spec has one entry per dimension, so that it can be compared and printed without padding.
+    """
+    entries: list[list[str]] = [["tensor"] if a in rules.tensor else [] for a in axes]
+    if layout in DIVIDED_BY_FSDP[policy]:
+        chosen = next((a for a in rules.storage_axes if a in axes), None)
+        if chosen is not None:
+            entries[axes.index(chosen)].append("fsdp")
+    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+
+
+def without_fsdp(spec: PartitionSpec) -> PartitionSpec:
+    """The same partition, whole over the fsdp axis."""
+
+    def keep(entry):
+        names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if n != "fsdp"]
+        return None if not names else names[0] if len(names) == 1 else tuple(names)
+
+    return PartitionSpec(*(keep(e) for e in spec))

@@ -134,7 +134,8 @@ class ParquetColumn:
             raise UserError(f"{path} cannot be read as parquet: {error}") from None
         if column not in schema.names:
             raise UserError(
-                f"{path} has no column {column!r}; its columns are {', '.join(schema.names)}. Choose one with --data.text-column."
+                f"{path} has no column {column!r}, only {', '.join(map(repr, schema.names))}. "
+                "Choose one with --data.text-column."
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -235,7 +236,7 @@ class Split:
     name: Literal["train", "validation"]
     how: Literal["whole", "document", "range"]
     fraction: float
-    """Part of the documents (document) or of the bytes (range) that is held out."""
+    """Part of the bytes that is held out."""
 
     @property
     def fingerprint(self) -> str:
@@ -255,24 +256,23 @@ class Split:
         return validation_starts, lengths
 
     def _whole_documents(self) -> np.ndarray:
-        """Where validation starts in each document (0 or its end): those with the smallest hashes are held out.
+        """Where validation starts in each document (0 or its end): the documents with the smallest hashes are held out.
 
-        The hash is of the content: neither a new name nor another document moves one from train to validation
-        (but for the last few of the rank), and all copies of a document are on the same side.
+        As many as come nearest to the fraction of the bytes, and at least one. The hash is of the content: neither a
+        new name nor another document moves one across (but for the last few of the rank), and copies stay together.
         """
         lengths, keys = self.corpus.documents
         some = lengths > 0
-        num = int(some.sum())
-        if num >= 2:
-            num_held_out = min(max(1, round(self.fraction * num)), num - 1)
-            held_out = keys <= np.partition(keys[some], num_held_out - 1)[num_held_out - 1]
-            if not held_out[some].all():
-                return np.where(held_out, 0, lengths)
-        what = f"{num} documents with the same text" if num >= 2 else f"{num} document{'' if num == 1 else 's'}"
-        raise UserError(
-            f"--data.validation-split document holds out whole documents, but {self.corpus.name} has {what}. "
-            "Use --data.validation-split range, or --data.validation-fraction 0 to train without validation."
-        )
+        ranked, rank = np.unique(keys[some], return_inverse=True)
+        if len(ranked) < 2:
+            raise UserError(
+                "--data.validation-split document holds out whole documents, and needs 2 that differ, but "
+                f"{self.corpus.name} has {len(ranked)} (of {len(lengths)}). "
+                "Use --data.validation-split range, or --data.validation-fraction 0 to train without validation."
+            )
+        bytes_up_to = np.cumsum(np.bincount(rank, weights=lengths[some]))
+        last = np.argmin(np.abs(bytes_up_to[:-1] - self.fraction * bytes_up_to[-1]))
+        return np.where(keys <= ranked[last], 0, lengths)
 
     def _last_bytes(self) -> np.ndarray:
         """Where validation starts in each document, so that it is the last `fraction` of all bytes."""
@@ -307,6 +307,7 @@ class Split:
                 continue  # a file that is on the other side is not opened
             bounds = enumerate(zip(starts.tolist(), stops.tolist()))
             for data, offsets in source.blocks():
+                # zip asks offsets first, so that no bound is lost at the end of a block
                 for offset, (document, (start, stop)) in zip(offsets[:-1].tolist(), bounds):
                     if start < stop:
                         yield Piece(source.document_name(document), start, data[offset + start : offset + stop])

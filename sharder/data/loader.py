@@ -49,6 +49,11 @@ class BatchLayout:
 
         return {name: put(x) for name, x in local.items()}
 
+    def abstract(self, example: Batch) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a batch on the devices, given any number of examples."""
+        rows = (self.num_slots, self.slot_size)
+        return {k: jax.ShapeDtypeStruct(rows + x.shape[1:], x.dtype, sharding=self.sharding) for k, x in example.items()}
+
 
 def read_step(dataset: Dataset, order: Order, layout: BatchLayout, step: int) -> Batch:
     """This process's rows of the batch of `step`, slot after slot."""

@@ -168,6 +168,10 @@ class TokenFiles:
     fingerprint: str
     """SHA-256 (hex) of the tokens and offsets: the same ids give the same one, whatever version of a library made them."""
 
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_file.num_bytes // np.dtype(self.dtype).itemsize
+
     def tokens(self) -> np.ndarray:
         """(num_tokens,), the smallest unsigned dtype for the vocabulary, mapped."""
         return self.tokens_file.open().view(self.dtype)
@@ -230,36 +234,122 @@ def _make(folder: Path, split: Split, tokenizer: Tokenizer) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+class _HashedFile:
+    """A new file that knows the SHA-256 of what was written, and is on the disk when closed."""
+
+    def __init__(self, path: Path):
+        self._file, self._hash = open(path, "wb"), hashlib.sha256()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._hash.update(content)
+
+    def __enter__(self) -> "_HashedFile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
 def _write(work: Path, split: Split, tokenizer: Tokenizer) -> None:
-    dtype = np.dtype(next(d for d in ("<u1", "<u2", "<u4") if tokenizer.vocab_size <= 2 ** (8 * np.dtype(d).itemsize)))
-    hashes = {"tokens": hashlib.sha256(), "offsets": hashlib.sha256()}
-    with open(work / "tokens.bin", "wb") as tokens_file, open(work / "offsets.bin", "wb") as offsets_file:
-        num_tokens, ends = 0, [0]
-        for ids, is_end in _encode(split, tokenizer):
-            content = ids.astype(dtype).tobytes()
-            tokens_file.write(content)
-            hashes["tokens"].update(content)
+    dtype = np.dtype(next(d for d in ("<u1", "<u2", "<u4") if tokenizer.vocab_size <= 1 << 8 * np.dtype(d).itemsize))
+    num_tokens = end = 0
+    with _HashedFile(work / "tokens.bin") as tokens, _HashedFile(work / "offsets.bin") as offsets:
+        offsets.write(end.to_bytes(8, "little"))
+        for ids, ends_document in _encode(split, tokenizer):
+            tokens.write(ids.astype(dtype).tobytes())
             num_tokens += len(ids)
-            if is_end and num_tokens > ends[-1]:  # a document without tokens is none
-                ends.append(num_tokens)
-            if len(ends) > 1 << 16:
-                _flush(ends, offsets_file, hashes["offsets"])
-        _flush([*ends, None], offsets_file, hashes["offsets"])
-        for file in (tokens_file, offsets_file):
-            file.flush()
-            os.fsync(file.fileno())
+            if ends_document and num_tokens > end:  # a document without tokens is none
+                end = num_tokens
+                offsets.write(end.to_bytes(8, "little"))
     about = {
-        "format": FORMAT,
         "dtype": dtype.str,
-        "tokens_sha256": hashes["tokens"].hexdigest(),
-        "offsets_sha256": hashes["offsets"].hexdigest(),
+        "fingerprint": hashlib.sha256(f"{dtype.str} {tokens.digest()} {offsets.digest()}".encode()).hexdigest(),
         "num_tokens": num_tokens,
         "vocab_size": tokenizer.vocab_size,
         "end_of_document": tokenizer.end_of_document,
         "corpus": split.corpus.name,
         "split": split.name,
     }
-    with open(work / "about.json", "w") as file:
-        json.dump(about, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    with _HashedFile(work / "about.json") as file:
+        file.write(json.dumps(about, indent=1).encode())
+
+
+def _encode(split: Split, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+    """Ids of successive chunks, and whether a document ends with them (in this split)."""
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    log.info("Encoding %d bytes of %s (%s).", split.num_bytes, split.corpus.name, split.name)
+    done_bytes, said_s = 0, time.monotonic()
+    for texts, ends_document, num_bytes in _batches(split.pieces()):
+        for ids, ends in zip(tokenizer.encode_batch(texts), ends_document, strict=True):
+            yield (np.append(ids, np.array(end, ids.dtype)) if ends and end else ids), ends
+        done_bytes += num_bytes
+        if time.monotonic() > said_s + 30:
+            said_s = time.monotonic()
+            log.info("Encoded %d of %d bytes.", done_bytes, split.num_bytes)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[tuple[list[str], list[bool], int]]:
+    texts, ends_document, num_bytes = [], [], 0
+    for piece in pieces:
+        start = 0
+        while start < len(piece.data):
+            stop = start + _chunk_bytes(piece.data[start : start + CHUNK_BYTES + 1])
+            try:
+                texts.append(str(piece.data[start:stop], "utf-8"))
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{piece.name} is not UTF-8 at byte {piece.start + start + error.start} ({error.reason}), but a tokenizer "
+                    "needs text. Convert it, or leave it out of --data.path."
+                ) from None
+            ends_document.append(stop == len(piece.data))
+            num_bytes += stop - start
+            start = stop
+            if num_bytes >= BATCH_BYTES:
+                yield texts, ends_document, num_bytes
+                texts, ends_document, num_bytes = [], [], 0
+    if texts:
+        yield texts, ends_document, num_bytes
+
+
+def _chunk_bytes(data: np.ndarray) -> int:
+    """How much of data (up to one byte more than a chunk) is the next chunk: to the last line end, space or character."""
+    if len(data) <= CHUNK_BYTES:
+        return len(data)
+    content = data[:CHUNK_BYTES].tobytes()
+    line_end = content.rfind(b"\n") + 1
+    if line_end > 0:
+        return line_end
+    space = content.rfind(b" ")  # begins the next chunk, as tokenizers have a space before a word
+    if space > 0:
+        return space
+    return next((n for n in range(CHUNK_BYTES, CHUNK_BYTES - 4, -1) if data[n] & 0xC0 != 0x80), CHUNK_BYTES)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(folder: Path) -> TokenFiles:
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        files = TokenFiles(
+            MappedFile.of(folder / "tokens.bin"), MappedFile.of(folder / "offsets.bin"), about["dtype"], about["fingerprint"]
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"Token files in {folder} are damaged ({error}). Delete that folder: it will be made again.") from None
+    if files.num_tokens != about["num_tokens"]:
+        raise UserError(
+            f"Token files in {folder} are damaged ({files.num_tokens} tokens instead of {about['num_tokens']}). "
+            "Delete that folder: it will be made again."
+        )
+    return files

@@ -1,0 +1,45 @@
+"""Recipes: functions that return a RunConfig. A recipe is a name from this table or path/to/file.py:function."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from sharder.config import RunConfig, UserError
+
+RECIPES = {
+    "tiny_lm": "sharder.recipes.tiny_lm:tiny_lm",
+    "gpt": "sharder.recipes.gpt:gpt",
+    "gpt_medium": "sharder.recipes.gpt:gpt_medium",
+    "gpt_large": "sharder.recipes.gpt:gpt_large",
+    "gpt_xl": "sharder.recipes.gpt:gpt_xl",
+    "mlp": "sharder.recipes.mlp:mlp",
+}
+
+
+def find_recipe(name: str):
+    """The function behind a name or path/to/file.py:function. Raises UserError where there is none."""
+    if name in RECIPES:
+        module, function = RECIPES[name].split(":")
+        return getattr(importlib.import_module(module), function)
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"there is no recipe {name!r}: use one of {', '.join(RECIPES)}, or path/to/file.py:function.")
+    if not Path(path).is_file():
+        raise UserError(f"recipe {name}: there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"recipe {name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, function, None)):
+        raise UserError(f"recipe {name}: {path} has no function {function!r}.")
+    return getattr(module, function)
+
+
+def load_recipe(name: str) -> RunConfig:
+    """The configuration that a recipe returns. Raises UserError where it returns something else."""
+    config = find_recipe(name)()
+    if not isinstance(config, RunConfig):
+        raise UserError(f"recipe {name} returned {type(config).__name__}, but must return a sharder.config.RunConfig.")
+    return config

@@ -6,7 +6,6 @@ parameters return to storage.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +14,15 @@ from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.config import RunConfig
-from sharder.data.loader import BatchLayout
-from sharder.models.build import Declared, unflatten
+from sharder.models.build import unflatten
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
-from sharder.sharding.plan import Plan
 from sharder.train.fingerprint import digests
 from sharder.train.optimizer import clipped, global_norm, make_optimizer, moving_average, schedule, to_float32
+from sharder.train.setup import Setup
 from sharder.train.state import TrainState, by_path
 
 Metrics = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What both engines and the evaluation need to know of a run."""
-
-    config: RunConfig
-    declared: Declared
-    plan: Plan
-    mesh: Mesh
-    batch: BatchLayout
-    state_shardings: TrainState
-
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
 
 
 def stop_sharding(mesh: Mesh) -> NamedSharding:
@@ -129,23 +111,4 @@ def make_train_step(setup: Setup) -> Callable[[TrainState, dict, jax.Array, jax.
         in_shardings=(setup.state_shardings, setup.batch.sharding, setup.replicated(), stop_sharding(setup.mesh)),
         out_shardings=(setup.state_shardings, setup.replicated()),
         donate_argnums=0,
-    )
-
-
-def make_eval_step(setup: Setup) -> Callable[[object, dict], tuple[jax.Array, jax.Array]]:
-    """The compiled evaluation (parameters, batch) -> (summed loss, summed weight), without dropout or update."""
-    compute = ComputeLayout(setup.mesh, setup.plan, "storage")
-
-    def eval_step(params, batch):
-        def body(sums, slot_batch):
-            valid_B = slot_batch.pop("valid")
-            losses_B, weights_B = nnx.merge(setup.declared.graphdef, params).losses(slot_batch, None, compute)
-            return (sums[0] + (losses_B * valid_B).sum(), sums[1] + (weights_B * valid_B).sum()), None
-
-        return jax.lax.scan(body, (jnp.float32(0), jnp.float32(0)), dict(batch))[0]
-
-    return jax.jit(
-        eval_step,
-        in_shardings=(setup.state_shardings.params, setup.batch.sharding),
-        out_shardings=setup.replicated(),
     )

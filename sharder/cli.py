@@ -1,0 +1,298 @@
+"""The command line: parses, calls, prints. Every command imports what it needs itself, so that help is fast.
+
+Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from sharder.config import RunConfig, UserError, to_dict
+
+WithConfig = Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
+
+
+def split_name(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
+    """The leading positional argument and the rest."""
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"{what} is missing. Usage: {usage}")
+    return arguments[0], arguments[1:]
+
+
+def recipes(arguments: list[str]) -> int:
+    """List the recipes."""
+    from sharder.recipes import RECIPES, find_recipe
+
+    tyro.cli(lambda: None, args=arguments, prog="sharder recipes", description=recipes.__doc__)
+    for name in RECIPES:
+        print(f"{name:12} {(find_recipe(name).__doc__ or '').strip()}")
+    print("path/to/file.py:function  any function that returns a RunConfig")
+    return 0
+
+
+def train(arguments: list[str]) -> int:
+    """Train a recipe; the same command resumes it."""
+    from sharder.recipes import load_recipe
+
+    name, rest = split_name(arguments, "RECIPE", "sharder train RECIPE --run-dir DIR [options]")
+    default = load_recipe(name)
+
+    def command(
+        run_dir: Path | None = None,
+        resume: Literal["auto", "never", "must"] = "auto",
+        print_config: Annotated[bool, tyro.conf.arg(name="print-config")] = False,
+        config: WithConfig = default,
+    ) -> tuple:
+        """
+        Args:
+            run_dir: Folder of the run; one that exists is resumed.
+            resume: auto: resume a run that exists, else start one; never: refuse one that exists; must: refuse to start one.
+            print_config: Print the resolved configuration as JSON and stop.
+        """
+        return run_dir, resume, print_config, config
+
+    run_dir, resume, print_config, config = tyro.cli(command, args=rest, prog=f"sharder train {name}", description=train.__doc__)
+    if print_config:
+        print(json.dumps(to_dict(config), indent=1))
+        return 0
+    if run_dir is None:
+        raise UserError("--run-dir is missing: name the folder that the run is kept in.")
+    from sharder.stop import StopRequest
+
+    stop = StopRequest().listen()
+    from sharder.train.loop import train as run
+
+    return run(config, run_dir, resume, stop)
+
+
+def check(arguments: list[str]) -> int:
+    """Show the plan of a run and every reason why it could not start; allocates nothing."""
+    from sharder.recipes import load_recipe
+
+    name, rest = split_name(arguments, "RECIPE", "sharder check RECIPE [options]")
+    default = load_recipe(name)
+
+    def command(config: WithConfig = default) -> RunConfig:
+        return config
+
+    config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    from sharder import cluster
+
+    cluster.initialize(config.cluster)
+    from rich.console import Console
+
+    from sharder.sharding.show import explain
+    from sharder.train.setup import prepare
+
+    Console().print(explain(prepare(config).plan))
+    return 0
+
+
+def launch(arguments: list[str]) -> int:
+    """Start several processes of a command on this machine."""
+    usage = "sharder launch --processes N [--devices-per-process K] -- train RECIPE ..."
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    own, inner = arguments[:at], arguments[at + 1 :]
+
+    def command(processes: int, devices_per_process: int | None = None) -> tuple:
+        """
+        Args:
+            processes: Number of processes.
+            devices_per_process: Simulated CPU devices of each.
+        """
+        return processes, devices_per_process
+
+    processes, devices = tyro.cli(command, args=own, prog="sharder launch", description=f"{launch.__doc__} {usage}")
+    if not inner:
+        raise UserError(f"there is nothing to launch. Usage: {usage}")
+    if devices is not None:
+        if any(a.split("=")[0].replace("_", "-") == "--cluster.cpu-devices" for a in inner):
+            raise UserError("--devices-per-process and --cluster.cpu-devices say two things: give one of them.")
+        inner = [*inner, "--cluster.cpu-devices", str(devices)]
+    from sharder.launch.supervisor import launch as run
+
+    return run(inner, processes, _log_dir(inner))
+
+
+def _log_dir(arguments: list[str]) -> Path:
+    """RUN_DIR/logs of the launched command, or ./logs where it has no run folder."""
+    for at, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name.replace("_", "-") == "--run-dir":
+            return Path(value or (arguments[at + 1] if at + 1 < len(arguments) else ".")) / "logs"
+    return Path("logs")
+
+
+def verify(arguments: list[str]) -> int:
+    """Compare the fingerprints of two runs step by step: exit 0 identical, 1 different, 2 not comparable."""
+
+    def command(
+        run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path], json: bool = False  # noqa: A002
+    ) -> tuple:
+        """
+        Args:
+            json: Print the result as JSON.
+        """
+        return run_a, run_b, json
+
+    run_a, run_b, as_json = tyro.cli(command, args=arguments, prog="sharder verify", description=verify.__doc__)
+    import dataclasses
+
+    from sharder.report.verify import compare, describe
+
+    result = compare(run_a, run_b)
+    print(json.dumps({**dataclasses.asdict(result), "identical": result.identical}) if as_json else describe(result))
+    return 0 if result.identical else 1
+
+
+def checkpoints(arguments: list[str]) -> int:
+    """List the checkpoints of a run, or recompute a fingerprint from its files."""
+
+    def command(run: tyro.conf.Positional[Path], fingerprint: int | None = None) -> tuple:
+        """
+        Args:
+            run: Folder of the run.
+            fingerprint: Step whose fingerprint is recomputed in numpy from the files.
+        """
+        return run, fingerprint
+
+    run, step = tyro.cli(command, args=arguments, prog="sharder checkpoints", description=checkpoints.__doc__)
+    from sharder import checkpoint
+
+    if step is not None:
+        from sharder.train.fingerprint import numpy_fingerprint
+
+        step = checkpoint.choose_step(run, step)
+        found, saved = numpy_fingerprint(checkpoint.restore_numpy(run, step)), checkpoint.read_manifest(run, step)["fingerprint"]
+        print(f"step {step}: {found} from the files, {saved} when saved: {'equal' if found == saved else 'DIFFERENT'}")
+        return 0 if found == saved else 1
+    if not run.exists():
+        raise UserError(f"there is no run {run}.")
+    for step in checkpoint.list_steps(run):
+        manifest = checkpoint.read_manifest(run, step)
+        mesh = " x ".join(f"{k} {v}" for k, v in manifest["mesh"].items())
+        print(f"step {step:>8}  {manifest['fingerprint']}  policy {manifest['policy']}, {mesh}, {manifest['num_processes']} process(es)")
+    return 0
+
+
+def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list[str]]:
+    """A run's folder and configuration, which its options may override."""
+    from sharder.train.run_dir import read_config
+
+    name, rest = split_name(arguments, "RUN", usage)
+    return Path(name), read_config(Path(name)), rest
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Print the validation loss of a checkpoint."""
+    run, default, rest = _run_config(arguments, "sharder eval RUN [--step N]")
+
+    def command(step: int | None = None, config: WithConfig = default) -> tuple:
+        """
+        Args:
+            step: Checkpoint; unset: the latest.
+        """
+        return step, config
+
+    step, config = tyro.cli(command, args=rest, prog="sharder eval RUN", description=evaluate.__doc__)
+    from sharder.serve.evaluate import evaluate_run
+
+    print(evaluate_run(config, run, step))
+    return 0
+
+
+def generate(arguments: list[str]) -> int:
+    """Continue a text with a trained language model."""
+    from sharder.serve.sampling import Sampling
+
+    run, config, rest = _run_config(arguments, "sharder generate RUN --prompt TEXT")
+
+    def command(
+        prompt: str, max_new_tokens: int = 64, step: int | None = None, sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+    ) -> tuple:
+        """
+        Args:
+            prompt: Text to continue.
+            max_new_tokens: Tokens to add.
+            step: Checkpoint; unset: the latest.
+        """
+        return prompt, max_new_tokens, step, sampling
+
+    prompt, new, step, sampling = tyro.cli(command, args=rest, prog="sharder generate RUN", description=generate.__doc__)
+    from sharder.serve.generate import generate_text
+
+    print(generate_text(config, run, step, prompt, new, sampling))
+    return 0
+
+
+def demo(arguments: list[str]) -> int:
+    """Train, stop half-way, resume, compare with an uninterrupted run, and generate text."""
+
+    def command(dir: Path = Path("runs/demo")) -> Path:  # noqa: A002
+        """
+        Args:
+            dir: Folder for the runs; an old demo in it is replaced.
+        """
+        return dir
+
+    from sharder.launch.demo import run_demo
+
+    return run_demo(tyro.cli(command, args=arguments, prog="sharder demo", description=demo.__doc__))
+
+
+COMMANDS = {
+    "recipes": recipes,
+    "train": train,
+    "check": check,
+    "launch": launch,
+    "verify": verify,
+    "checkpoints": checkpoints,
+    "eval": evaluate,
+    "generate": generate,
+    "demo": demo,
+}
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {name:12} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items())
+    return f"usage: sharder COMMAND ... [--traceback]\n\n{rows}\n\nsharder COMMAND --help says more."
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; ends the process with the command's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in arguments
+    if traceback:
+        arguments.remove("--traceback")
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    if name in ("--version", "version"):
+        from sharder import __version__
+
+        print(__version__)
+        sys.exit(0)
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"there is no command {name!r}; use one of {', '.join(COMMANDS)}.")
+        code = COMMANDS[name](rest)
+    except UserError as error:
+        if traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    leave(code)
+
+
+def leave(code: int) -> None:
+    """Exits; after a failure without waiting for the other processes of the run, which may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, 75) and os.environ.get("JAX_NUM_PROCESSES"):
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,118 @@
+"""The processes and devices of a run: bring-up and shutdown of jax.distributed, and settings of the backend."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sharder.config import ClusterConfig, UserError
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def process_environment(environ: dict[str, str]) -> tuple[str, int, int] | None:
+    """(coordinator address, number of processes, index of this one), or None where none of the variables is set.
+
+    Raises UserError for a partial or unusable setting: a process that missed a variable would otherwise train alone.
+    """
+    given = {name: environ[name] for name in VARIABLES if environ.get(name)}
+    if not given:
+        return None
+    missing = [name for name in VARIABLES if name not in given]
+    if missing:
+        raise UserError(
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set but {', '.join(missing)} not:"
+            " set all three for a run of several processes, or none for a single one."
+        )
+    address = given["JAX_COORDINATOR_ADDRESS"]
+    if ":" not in address:
+        raise UserError(f"JAX_COORDINATOR_ADDRESS is {address!r}, but must be host:port.")
+    try:
+        count, index = int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"])
+    except ValueError:
+        raise UserError(
+            f"JAX_NUM_PROCESSES is {given['JAX_NUM_PROCESSES']!r} and JAX_PROCESS_ID {given['JAX_PROCESS_ID']!r}:"
+            " both must be integers."
+        ) from None
+    if not 0 <= index < count:
+        raise UserError(f"JAX_PROCESS_ID is {index}, but must be in 0 .. {count - 1}: JAX_NUM_PROCESSES is {count}.")
+    return address, count, index
+
+
+def compile_cache_dir(setting: str | None) -> str | None:
+    if setting == "off":
+        return None
+    return setting or str(Path.home() / ".cache" / "sharder" / "compiled")
+
+
+def initialize(config: ClusterConfig) -> None:
+    """Sets up the backend and, where the environment names several processes, joins them. Call it once, first.
+
+    Raises UserError where processes do not find one another within `bringup_timeout_s`.
+    """
+    environment = process_environment(dict(os.environ))
+    import jax
+
+    if config.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    cache = compile_cache_dir(config.compile_cache)
+    if cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if environment is None:
+        return
+    address, count, index = environment
+    _keep_stdout_clean()
+    # Ours listens to the signals (sharder.stop).
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(address, count, index, initialization_timeout=config.bringup_timeout_s)
+    except Exception as error:  # jax raises RuntimeError and backend errors of its own
+        raise UserError(
+            f"process {index} of {count} could not join the others at {address} within {config.bringup_timeout_s} s"
+            f" (--cluster.bringup-timeout-s): {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _keep_stdout_clean() -> None:
+    """The CPU collectives print to file descriptor 1; send that to standard error, and keep Python's stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(kept, "w", buffering=1)
+
+
+def decide(choose: Callable[[], dict]) -> dict:
+    """What `choose` returns in process 0, in every process; JSON values only. Its UserError is raised in all of them.
+
+    For decisions from files that process 0 may be writing already while another process looks at them.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return choose()
+    from jax._src import distributed  # the key-value store has no public name
+
+    client, key = distributed.global_state.client, f"sharder/decide/{choose.__module__}.{choose.__qualname__}"
+    if jax.process_index() == 0:
+        try:
+            decision = {"value": choose()}
+        except UserError as error:
+            decision = {"error": str(error)}
+        client.key_value_set(key, json.dumps(decision))
+    else:
+        decision = json.loads(client.blocking_key_value_get(key, 60_000))
+    if "error" in decision:
+        raise UserError(decision["error"])
+    return decision["value"]
+
+
+def shutdown() -> None:
+    """Leaves the group after success, when all processes have arrived. After a failure do not call it: exit."""
+    import jax
+
+    if jax.process_count() > 1:
+        jax.distributed.shutdown()

@@ -1,0 +1,128 @@
+"""Starts the processes of a run on this machine, and ends all of them when one fails. Imports no jax."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sharder.config import UserError
+
+POLL_S = 0.1
+GRACE_S = 5.0
+"""How long the others may take to end by themselves after one has failed."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One started process, the leader of its own process group."""
+
+    index: int
+    process: subprocess.Popen
+    log: Path | None
+    """Where its output goes; process 0 writes to the terminal."""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def worker_environment(environ: dict[str, str], port: int, num_processes: int, index: int) -> dict[str, str]:
+    """The environment of one worker; proxies would catch the connection to the coordinator."""
+    kept = {k: v for k, v in environ.items() if k.lower() not in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")}
+    return kept | {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(num_processes),
+        "JAX_PROCESS_ID": str(index),
+    }
+
+
+def start(arguments: list[str], num_processes: int, log_dir: Path) -> list[Worker]:
+    """Starts `sharder <arguments>` num_processes times."""
+    port = free_port()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    workers = []
+    for index in range(num_processes):
+        log = None if index == 0 else log_dir / f"process_{index}.log"
+        output = None if log is None else open(log, "ab")
+        command = [sys.executable, "-m", "sharder", *arguments]
+        environment = worker_environment(dict(os.environ), port, num_processes, index)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        if output is not None:
+            output.close()
+        workers.append(Worker(index, process, log))
+    return workers
+
+
+def kill(workers: list[Worker]) -> None:
+    """Ends every process group for certain."""
+    for worker in workers:
+        try:
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    for worker in workers:
+        worker.process.wait()
+
+
+def forward_signals(workers: list[Worker]) -> None:
+    """The first signal becomes a request to save and stop in every worker; the second ends them."""
+    received = []
+
+    def handle(number, _frame):
+        received.append(number)
+        for worker in workers:
+            if worker.process.poll() is None:
+                os.killpg(worker.process.pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
+def watch(workers: list[Worker]) -> int:
+    """Waits until all have ended, or one has failed and the rest is ended; returns the exit code of the run.
+
+    That is the code of the first that failed; -6 counts last, since peers of a dead process abort with it.
+    """
+    failed_at = None
+    while True:
+        codes = [w.process.poll() for w in workers]
+        if all(code is not None for code in codes):
+            break
+        if failed_at is None and any(code not in (None, 0) for code in codes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            kill([w for w, code in zip(workers, codes) if code is None])
+            break
+        time.sleep(POLL_S)
+    failed = [(w, code) for w, code in zip(workers, codes) if code not in (None, 0)]
+    if not failed:
+        return 0
+    culprit, code = min(failed, key=lambda x: x[1] == -signal.SIGABRT)
+    if code in (2, 75):
+        return code
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    print(f"process {culprit.index} of {len(workers)} {how}; the others were ended.", file=sys.stderr)
+    if culprit.log is not None:
+        tail = culprit.log.read_text(errors="replace").splitlines()[-10:]
+        print(f"the end of {culprit.log}:", *tail, sep="\n  ", file=sys.stderr)
+    return 1
+
+
+def launch(arguments: list[str], num_processes: int, log_dir: Path) -> int:
+    """Runs `sharder <arguments>` in `num_processes` processes; returns the exit code. Raises UserError for bad counts."""
+    if num_processes < 1:
+        raise UserError(f"--processes is {num_processes}, but must be at least 1.")
+    workers = start(arguments, num_processes, log_dir)
+    try:
+        forward_signals(workers)
+        return watch(workers)
+    finally:
+        kill(workers)

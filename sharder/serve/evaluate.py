@@ -1,0 +1,28 @@
+"""The validation loss of a saved checkpoint."""
+
+from pathlib import Path
+
+from sharder import checkpoint, cluster
+from sharder.config import RunConfig, UserError
+from sharder.data.open import open_datasets
+from sharder.train.evaluation import evaluate, make_eval_step
+from sharder.train.metrics import validation_fields
+from sharder.train.saved import check_data, restore_params
+from sharder.train.setup import prepare
+
+
+def evaluate_run(config: RunConfig, run_dir: Path, step: int | None) -> str:
+    """One line with the loss and perplexity of the held-out split. Raises UserError where there is none."""
+    step = checkpoint.choose_step(run_dir, step)
+    cluster.initialize(config.cluster)
+    setup = prepare(config)
+    training, validation = open_datasets(config)
+    if validation is None:
+        raise UserError(f"{run_dir} holds out no data: --data.validation-fraction is {config.data.validation_fraction}.")
+    check_data(run_dir, step, training)
+    params = restore_params(setup, run_dir, step)
+    fields = validation_fields(evaluate(make_eval_step(setup), params, validation, setup))
+    return (
+        f"step {step}: validation loss {fields['validation_loss']:.6f}, perplexity {fields['validation_perplexity']:.4f}"
+        f" over {len(validation)} examples; data SHA-256 {validation.fingerprint[:16]}..."
+    )

@@ -1,0 +1,192 @@
+"""The story of a run, told from top to bottom.
+
+resolve config -> cluster -> mesh -> declare parameters -> plan -> preflight -> restore or initialise -> open the
+loader at state.step -> for each step: dispatch, then read the previous step's metrics, then evaluate and save if due
+-> final save, wait, shutdown, summary.
+"""
+
+import json
+import time
+from pathlib import Path
+
+import jax
+
+from sharder import __version__, checkpoint, cluster
+from sharder.config import RunConfig
+from sharder.data.dataset import Dataset
+from sharder.data.loader import open_loader, read_step
+from sharder.data.open import open_datasets
+from sharder.data.order import Order
+from sharder.events import EventLog
+from sharder.instrument.hardware import peak_flops
+from sharder.preflight import account_batch
+from sharder.sharding.show import to_json
+from sharder.stop import PREEMPTED, StopRequest
+from sharder.train.console import open_console
+from sharder.train.evaluation import evaluate, make_eval_step
+from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
+from sharder.train.run_dir import Attempt, Resume, begin, open_attempt
+from sharder.train.saved import check_data, describe_save, restore_state
+from sharder.train.setup import Setup, prepare
+from sharder.train.state import TrainState, by_path, create_state, declare_state
+from sharder.train.step import make_train_step
+from sharder.train.stepping import Stepper
+
+
+def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
+    """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
+    cluster.initialize(config.cluster)
+    attempt = agree_on_attempt(run_dir, resume, config)
+    if attempt.resume_step is not None and attempt.resume_step >= config.train.steps:
+        say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
+        cluster.shutdown()
+        return 0
+    setup = prepare(config)
+    training, validation = open_datasets(config)
+    order = Order(len(training), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
+    if attempt.resume_step is not None:
+        check_data(run_dir, attempt.resume_step, training)
+    events = open_run(setup, attempt, training, order)
+
+    first_step = attempt.resume_step or 0
+    loader = open_loader(training, order, setup.batch, first_step, config.data.prefetch)
+    if attempt.resume_step is None:
+        state = create_state(config, setup.declared, setup.state_shardings)
+    else:
+        state = restore_state(setup, run_dir, first_step)
+        events.write("restored", first_step)
+    writers = open_writers(config, run_dir, first_step)
+    stepper = Stepper(setup, make_train_step(setup), step_facts(setup, order, attempt), writers)
+    compile_step(stepper, state, setup.batch.abstract(read_step(training, order, setup.batch, first_step)), events)
+    eval_step = make_eval_step(setup) if validation is not None else None
+    saver = checkpoint.Saver(run_dir, config.checkpoint)
+    stop.training()
+
+    def save(step: int, state: TrainState) -> None:
+        paths, fingerprint = stepper.facts.state_paths, stepper.record["fingerprint"]
+        manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
+        saver.save(step, by_path(state), manifest)
+        events.write("save", step)
+
+    step, saved = first_step, attempt.resume_step
+    while step < config.train.steps and not stepper.stop_agreed:
+        batch = next(loader)
+        step += 1
+        state = stepper.dispatch(state, batch, step, loader.wait_s, stop.requested)
+        last = step == config.train.steps
+        if eval_step is not None and (last or due(step, config.train.validate_every)):
+            record = stepper.drain() | validation_fields(evaluate(eval_step, state.params, validation, setup))
+            stepper.write_if_due(record)
+            stepper.resume_clock()
+        if due(step, config.checkpoint.every) and not last:
+            stepper.write_pending()
+            save(step, state)
+            saved = step
+            stepper.resume_clock()
+
+    stepper.write_pending()
+    if saved != step:
+        save(step, state)
+    loader.close()
+    saver.close()
+    return close_run(setup, stepper, writers, events, step, stop)
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def say(text: str) -> None:
+    """Process 0 speaks for all."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
+    """The attempt as process 0 finds it."""
+
+    def choose() -> dict:
+        attempt = open_attempt(run_dir, resume, config)
+        return {"number": attempt.number, "resume_step": attempt.resume_step}
+
+    return Attempt(run_dir, **cluster.decide(choose))
+
+
+def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) -> EventLog:
+    """Writes config.json and plan.json, starts the event log, and says what is about to run."""
+    config, run_dir = setup.config, attempt.run_dir
+    if jax.process_index() != 0:
+        return EventLog(None, attempt.number, jax.process_index())
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind, config.model.compute_dtype)
+    facts = {
+        "versions": {"sharder": __version__, "jax": jax.__version__},
+        "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+        "num_processes": jax.process_count(),
+        "data": {"fingerprint": training.fingerprint, "num_examples": len(training)},
+        "peak_flops": peak,
+        "peak_source": None if peak is None else "datasheet",
+    }
+    for name in begin(attempt, config, facts):
+        print(f"an unfinished save was set aside as checkpoints/{name}")
+    specs = {p: s.spec for p, s in by_path(setup.state_shardings).items()}
+    leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
+    plan = to_json(setup.plan, leaves)
+    checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
+    events = EventLog(run_dir, attempt.number)
+    events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())
+    mesh, size = setup.plan.mesh, plan["bytes_per_device"]
+    began = "from the start" if attempt.resume_step is None else f"resumed at step {attempt.resume_step}"
+    epoch = f"epoch of {order.steps_per_epoch} steps"
+    print(
+        f"{setup.declared.num_params:,} parameters; policy {setup.plan.policy}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor"
+        f" {mesh.tensor}, {jax.process_count()} process(es); per device {size['params']:,} bytes of parameters,"
+        f" {size['opt_state']:,} of optimizer state\n"
+        f"{account_batch(config, mesh.num_replicas)}; {epoch}, data SHA-256 {training.fingerprint[:16]}...\n"
+        f"attempt {attempt.number}, {began}, to step {config.train.steps}; {run_dir}",
+        flush=True,
+    )
+    return events
+
+
+def open_writers(config: RunConfig, run_dir: Path, first_step: int) -> list[Writer]:
+    """Process 0 writes; the others have no writers."""
+    if jax.process_index() != 0:
+        return []
+    console = open_console(first_step, config.train.steps)
+    return [JsonLines(run_dir / "metrics.jsonl"), console, *optional_writers(config.log, config, run_dir)]
+
+
+def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
+    config = setup.config
+    return StepFacts(
+        global_batch_size=config.train.global_batch_size,
+        tokens_per_step=config.train.global_batch_size * config.data.seq_len if setup.declared.tokens_per_example else None,
+        steps_per_epoch=order.steps_per_epoch,
+        num_params=setup.declared.num_params,
+        num_devices=jax.device_count(),
+        peak_flops=peak_flops(jax.devices()[0].device_kind, config.model.compute_dtype),
+        state_paths=list(by_path(setup.state_shardings)),
+        attempt=attempt.number,
+    )
+
+
+def compile_step(stepper: Stepper, state: TrainState, batch: dict, events: EventLog) -> None:
+    """Compiles the step ahead of the loop, so that no step's time contains it."""
+    started = time.perf_counter()
+    stepper.train_step = stepper.train_step.lower(*stepper.arguments(state, batch, False)).compile()
+    events.write("compiled", compile_s=round(time.perf_counter() - started, 3))
+    stepper.resume_clock()
+
+
+def close_run(setup: Setup, stepper: Stepper, writers: list[Writer], events: EventLog, step: int, stop: StopRequest) -> int:
+    """Closes files, leaves the group, says how it ended; returns the exit code."""
+    for writer in writers:
+        writer.close()
+    stopped = step < setup.config.train.steps
+    events.write("stopped" if stopped else "end", step, reason=stop.reason or None)
+    events.close()
+    cluster.shutdown()
+    ending = "stopped; resume with the same command" if stopped else "finished"
+    say(f"{ending}: step {step}, loss {stepper.record['loss']:.4f}, fingerprint {stepper.record['fingerprint']}")
+    return PREEMPTED if stopped else 0

@@ -1,0 +1,88 @@
+"""The folder of a run: begun once, resumed by attempts, never overwritten."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sharder import checkpoint
+from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
+from sharder.events import end_with_newline, read_json_lines
+
+Resume = Literal["auto", "never", "must"]
+
+# What may change between the attempts of a run; everything else decides its numbers.
+FREE_SECTIONS = {"parallel", "checkpoint", "cluster", "log"}
+FREE_FIELDS = {
+    "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.microbatch_size", "train.log_every",
+    "train.validate_every", "train.validation_batches", "model.remat",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run."""
+
+    run_dir: Path
+    number: int
+    """1 for the first start."""
+    resume_step: int | None
+    """Checkpoint to restore, or None to begin at step 0."""
+
+
+def _flat(config: RunConfig) -> dict[str, object]:
+    return {f"{s}.{k}": v for s, section in to_dict(config).items() for k, v in section.items()}
+
+
+def differences(was: RunConfig, now: RunConfig) -> list[str]:
+    """Settings that decide the numbers of a run and are not what they were."""
+    before, after = _flat(was), _flat(now)
+    return [
+        f"--{name.replace('_', '-')} was {before.get(name)!r}, is {after.get(name)!r}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in FREE_FIELDS
+    ]
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The configuration that a run was started with."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is not a run: it has no config.json.")
+    return from_dict(json.loads(path.read_text())["config"])
+
+
+def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
+    """Decides where an attempt begins; touches nothing that exists. Raises UserError where it must not begin."""
+    exists = (run_dir / "config.json").exists()
+    if not exists:
+        if run_dir.exists() and any(run_dir.iterdir()) and {p.name for p in run_dir.iterdir()} - {"logs"}:
+            raise UserError(f"{run_dir} exists and is not a run: choose another --run-dir.")
+        if resume == "must":
+            raise UserError(f"--resume is must, but {run_dir} holds no run.")
+        return Attempt(run_dir, 1, None)
+    if resume == "never":
+        raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
+    differ = differences(read_config(run_dir), config)
+    if differ:
+        listed = "".join(f"\n- {x}" for x in differ)
+        raise UserError(f"{run_dir} was started with other settings:{listed}\nUse those, or another --run-dir.")
+    steps = checkpoint.list_steps(run_dir)
+    if not steps and resume == "must":
+        raise UserError(f"--resume is must, but {run_dir} holds no checkpoint.")
+    events, _ = read_json_lines(run_dir / "events.jsonl")
+    number = 1 + max((e.get("attempt", 0) for e in events), default=1)
+    return Attempt(run_dir, number, steps[-1] if steps else None)
+
+
+def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[str]:
+    """Writes config.json with `facts` (versions, devices, data) and mends what a kill left; for process 0 only.
+
+    Returns the names under which unfinished saves were set aside.
+    """
+    attempt.run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        end_with_newline(attempt.run_dir / name)
+    text = json.dumps({"config": to_dict(config), "config_hash": config_hash(config), **facts}, indent=1)
+    checkpoint.write_durably(attempt.run_dir / "config.json", text)
+    return checkpoint.set_aside_unfinished(attempt.run_dir)

@@ -1,0 +1,41 @@
+"""Everything about a run that is known before anything is allocated."""
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharder.config import RunConfig
+from sharder.data.loader import BatchLayout
+from sharder.models.build import Declared, declare
+from sharder.preflight import account_batch, check
+from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
+from sharder.sharding.plan import Plan, make_plan
+from sharder.train.state import TrainState, shardings, state_specs
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both engines and the evaluation need to know of a run."""
+
+    config: RunConfig
+    declared: Declared
+    plan: Plan
+    mesh: Mesh
+    batch: BatchLayout
+    state_shardings: TrainState
+
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def prepare(config: RunConfig) -> Setup:
+    """Mesh, declared parameters, plan and preflight. Raises UserError with all findings."""
+    shape = resolve_mesh_shape(config.parallel, jax.device_count(), jax.local_device_count())
+    declared = declare(config.model)
+    plan = make_plan(declared.params, declared.rules, config.parallel, shape)
+    check(config, plan)
+    accounting = account_batch(config, shape.num_replicas)
+    mesh = make_mesh(shape)
+    batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
+    return Setup(config, declared, plan, mesh, batch, shardings(state_specs(config, declared, plan), mesh))

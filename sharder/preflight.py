@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sharder.config import MlpConfig, RunConfig, UserError
-from sharder.sharding.plan import Plan
+from sharder.sharding.plan import Indivisible, Plan
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,28 @@ def account_batch(config: RunConfig, num_replicas: int) -> Accounting:
     return Accounting(num_replicas, micro or batch // num_replicas, 1 if micro is None else batch // unit)
 
 
+def indivisible_dimensions(plan: Plan) -> list[str]:
+    """One finding for each logical axis that does not divide, naming the parameters that have it."""
+    groups: dict[tuple, list[Indivisible]] = {}
+    for item in plan.indivisible():
+        groups.setdefault((item.axis, item.dim_size, item.factor), []).append(item)
+    replicas, found = plan.mesh.num_replicas, []
+    for (axis, size, factor), items in groups.items():
+        tensor = factor // plan.mesh.fsdp
+        fits = [d for d in range(1, replicas + 1) if replicas % d == 0 and size % (d * tensor) == 0]
+        nearest = " or ".join(str(n) for n in (size // factor * factor, -(-size // factor) * factor) if n)
+        first, paths = items[0], list(dict.fromkeys(item.path for item in items))
+        found.append(
+            f"{axis} is {size}, which does not divide into {factor}: {len(paths)} parameter(s) have it, the first is {first.path},"
+            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {nearest}, or --parallel.fsdp one of {fits}, or accept whole"
+            f" copies with --parallel.replicate {' '.join(paths)}"
+        )
+    return found
+
+
 def findings(config: RunConfig, plan: Plan) -> list[str]:
     """What stands between this configuration and a run, each with the numbers and the way out."""
-    found = [str(x) for x in plan.indivisible()]
+    found = indivisible_dimensions(plan)
     found += [
         f"{path}: shape {plan.leaves[path].decl.shape}, axes {plan.leaves[path].decl.axes}: would be whole on every device although"
         f" the policy is {plan.policy}; accept that with --parallel.replicate {path}"
@@ -57,6 +76,11 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
         for path in config.parallel.replicate
         if path not in plan.leaves
     ]
+    if plan.mesh.tensor > 1 and not plan.rules.tensor:
+        found.append(
+            f"--parallel.tensor is {plan.mesh.tensor}, but this model has no axis that tensor parallelism divides: every group"
+            " would compute the same thing. Make it 1."
+        )
     try:
         account_batch(config, plan.mesh.num_replicas)
     except UserError as error:

@@ -162,10 +162,7 @@ class ParquetColumn:
         self.file.open()  # raises if the file is no longer the one that was opened
         with pq.ParquetFile(self.file.path) as parquet:
             for batch in parquet.iter_batches(batch_size=8192, columns=[self.column]):
-                text = batch.column(0)
-                if pa.types.is_dictionary(text.type):
-                    text = text.dictionary_decode()
-                text = text.cast(pa.large_binary()).fill_null(b"")
+                text = batch.column(0).cast(pa.large_binary()).fill_null(b"")
                 _, offsets, data = text.buffers()
                 offsets = np.frombuffer(offsets, np.int64)[text.offset : text.offset + len(text) + 1]
                 yield Block(np.frombuffer(data or b"", np.uint8), offsets)

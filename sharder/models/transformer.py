@@ -14,6 +14,7 @@ from flax import nnx
 from sharder.config import TransformerConfig
 from sharder.models.layers import dropout, fetch, layer_norm, normal, ones, param, stack, zeros
 from sharder.ops.attention import MASKED, attention, causal_mask
+from sharder.ops.linear import linear
 from sharder.ops.layout import SINGLE, Layout
 from sharder.sharding.axes import AxisRules
 
@@ -29,8 +30,8 @@ class Block(nnx.Module):
         std, out_std = 0.02, 0.02 / (2 * config.num_layers) ** 0.5
         self.norm1_scale = param(rngs, ones, dtype, (D,), ("embed",))
         self.norm1_bias = param(rngs, zeros, dtype, (D,), ("embed",))
-        self.qkv = param(rngs, normal(std), dtype, (D, 3, N, H), ("embed", "qkv", "heads", "head_dim"))
-        self.qkv_bias = param(rngs, zeros, dtype, (3, N, H), ("qkv", "heads", "head_dim"))
+        self.qkv = param(rngs, normal(std), dtype, (D, N, 3, H), ("embed", "heads", "qkv", "head_dim"))
+        self.qkv_bias = param(rngs, zeros, dtype, (N, 3, H), ("heads", "qkv", "head_dim"))
         self.attn_out = param(rngs, normal(out_std), dtype, (N, H, D), ("heads", "head_dim", "embed"))
         self.attn_out_bias = param(rngs, zeros, dtype, (D,), ("embed",))
         self.norm2_scale = param(rngs, ones, dtype, (D,), ("embed",))
@@ -45,17 +46,17 @@ class Block(nnx.Module):
         """Returns the new residual stream and what `attend` gave back."""
         with jax.named_scope("attention"):
             y_BTD = layer_norm(x_BTD, self.norm1_scale[...], self.norm1_bias[...])
-            qkv = jnp.einsum("BTD,DCNH->BTCNH", y_BTD, self.qkv[...]) + self.qkv_bias[...]
-            qkv = layout.activation(qkv, ("batch", "seq", "qkv", "heads", "head_dim"))
-            y_BTNH, extra = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
-            y_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.attn_out[...]) + self.attn_out_bias[...]
+            qkv = linear(y_BTD, self.qkv[...]) + self.qkv_bias[...]
+            qkv = layout.activation(qkv, ("batch", "seq", "heads", "qkv", "head_dim"))
+            y_BTNH, extra = attend(*(qkv[:, :, :, i] for i in range(3)))
+            y_BTD = linear(y_BTNH, self.attn_out[...], num_contracted=2) + self.attn_out_bias[...]
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 0, self.dropout_rate)
             x_BTD = layout.activation(x_BTD, ("batch", "seq", "embed"))
         with jax.named_scope("mlp"):
             y_BTD = layer_norm(x_BTD, self.norm2_scale[...], self.norm2_bias[...])
-            h_BTF = jax.nn.gelu(y_BTD @ self.mlp_in[...] + self.mlp_in_bias[...], approximate=True)
+            h_BTF = jax.nn.gelu(linear(y_BTD, self.mlp_in[...]) + self.mlp_in_bias[...], approximate=True)
             h_BTF = layout.activation(h_BTF, ("batch", "seq", "mlp"))
-            y_BTD = h_BTF @ self.mlp_out[...] + self.mlp_out_bias[...]
+            y_BTD = linear(h_BTF, self.mlp_out[...]) + self.mlp_out_bias[...]
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 1, self.dropout_rate)
             return layout.activation(x_BTD, ("batch", "seq", "embed")), extra
 
@@ -121,7 +122,7 @@ class Transformer(nnx.Module):
         with jax.named_scope("head"):
             x_BTD = layer_norm(x_BTD, head.norm_scale[...], head.norm_bias[...])
             out_DV = embed.tokens[...].T if config.tie_embeddings else head.out[...]
-            logits = jnp.einsum("BTD,DV->BTV", x_BTD, out_DV, preferred_element_type=jnp.float32)
+            logits = linear(x_BTD, out_DV, dtype=jnp.float32)
             padding = jnp.arange(config.padded_vocab_size) >= config.vocab_size
             return jnp.where(padding, MASKED, logits), extras
 

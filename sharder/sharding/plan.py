@@ -53,15 +53,6 @@ class Indivisible:
     dim_size: int
     factor: int
 
-    def __str__(self) -> str:
-        below, above = self.dim_size // self.factor * self.factor, -(-self.dim_size // self.factor) * self.factor
-        nearest = " or ".join(str(n) for n in (below, above) if n)
-        return (
-            f"{self.path}: shape {self.shape}, layout {tuple(self.spec)}: {self.axis} is {self.dim_size}, which does not divide"
-            f" into {self.factor}; make it {nearest}, choose another degree, or accept a whole copy with"
-            f" --parallel.replicate {self.path}"
-        )
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -39,11 +39,9 @@ def write_parquet(path, column, **options):
 # ---- where text comes from
 
 
-def test_built_in_corpus_is_the_topics_in_order_of_name():
-    from pydoc_data.topics import topics
-
-    found = text_of(open_corpus(DataConfig()).split("auto", 0.0)[0])
-    assert found == [topics[name].encode() for name in sorted(topics)]
+def test_built_in_corpus_is_the_topics_in_order_of_name(monkeypatch):
+    monkeypatch.setattr("pydoc_data.topics.topics", {"b": "two", "a": "one", "c": "three"})
+    assert text_of(open_corpus(DataConfig()).split("auto", 0.0)[0]) == [b"one", b"two", b"three"]
 
 
 def test_folder_is_read_recursively_in_order_of_path(tmp_path):
@@ -80,7 +78,7 @@ def test_parquet_is_read_across_batches_and_row_groups(tmp_path):
 
 
 def test_pieces_name_the_row(tmp_path):
-    write_parquet(tmp_path / "x.parquet", ["a", "", "b"] * 5000)
+    write_parquet(tmp_path / "x.parquet", ["a", None, "b"] * 5000)
     names = [piece.name for piece in open_corpus(DataConfig(path=str(tmp_path))).split("auto", 0.0)[0].pieces()]
     assert names[-1] == f"{tmp_path}/x.parquet, row 14999"
 

@@ -1,0 +1,29 @@
+"""Set-up of all tests: eight simulated devices, and a home folder of their own, with no compiled programs from before."""
+
+import os
+import tempfile
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+_home = tempfile.TemporaryDirectory(prefix="sharder-tests-")
+os.environ["HOME"] = _home.name
+# Tests of this session share what they compile. Set here too, since jax looks once, at the first compilation.
+jax.config.update("jax_compilation_cache_dir", os.path.join(_home.name, ".cache", "sharder", "compiled"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# The first example of a property compiles; the others do not.
+settings.register_profile("sharder", deadline=None)
+settings.load_profile("sharder")
+
+
+@pytest.fixture
+def strict_promotion():
+    """No implicit dtype promotion. Not for all tests: optax's bias correction and a norm in bfloat16 rely on it."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield

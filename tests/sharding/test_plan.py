@@ -1,0 +1,158 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from sharder import recipes
+from sharder.config import MlpConfig, ParallelConfig, RunConfig, TransformerConfig
+from sharder.models.build import declare
+from sharder.preflight import findings
+from sharder.sharding.axes import AxisRules, ParamDecl
+from sharder.sharding.mesh import MeshShape, make_mesh
+from sharder.sharding.plan import LAYOUTS, Plan, bytes_per_device, make_plan
+from sharder.sharding.show import explain, to_json
+
+RULES = AxisRules(names=frozenset({"layers", "embed", "mlp"}), tensor=("mlp",), storage=("embed", "mlp"))
+MODEL = TransformerConfig(
+    vocab_size=20, padded_vocab_size=24, max_seq_len=8, embed_dim=16, num_heads=2, mlp_dim=32, num_layers=3
+)
+MESHES = [MeshShape(1, 8, 1), MeshShape(2, 4, 1), MeshShape(2, 2, 2)]
+
+
+def plan_of(decls: dict, mesh: MeshShape = MeshShape(1, 4, 1), rules: AxisRules = RULES, **parallel) -> Plan:
+    decls = {path: ParamDecl(shape, "float32", axes) for path, (shape, axes) in decls.items()}
+    return make_plan(decls, rules, ParallelConfig(**({"policy": "fsdp"} | parallel)), mesh)
+
+
+def model_plan(model, mesh: MeshShape, **parallel) -> Plan:
+    declared = declare(model)
+    return make_plan(declared.params, declared.rules, ParallelConfig(**parallel), mesh)
+
+
+@pytest.mark.parametrize(
+    "axes", [("embed", "hidden"), ("mlp", "mlp"), ("mlp",)], ids=["unknown name", "repeated name", "missing name"]
+)
+def test_axes_must_name_every_dimension_once_in_the_models_words(axes):
+    with pytest.raises(ValueError, match=r"parameter a/w: shape \(4, 4\), logical axes \('.*known: \['embed', 'layers', 'mlp'\]"):
+        plan_of({"a/w": ((4, 4), axes)})
+
+
+def test_default_policy_divides_the_optimizer_and_keeps_parameters_whole():
+    leaf = make_plan({"w": ParamDecl((8,), "float32", ("embed",))}, RULES, ParallelConfig(), MeshShape(1, 4, 1)).leaves["w"]
+    assert [tuple(leaf.spec(layout)) for layout in LAYOUTS] == [(None,), (None,), ("fsdp",)]
+
+
+def test_indivisible_dimension_is_found_with_its_numbers():
+    (found,) = plan_of({"w": ((3, 10), ("layers", "embed")), "fine": ((8,), ("embed",))}).indivisible()
+    assert (found.path, found.shape, tuple(found.spec)) == ("w", (3, 10), (None, "fsdp"))
+    assert (found.axis, found.dim_size, found.factor) == ("embed", 10, 4)
+
+
+def test_indivisible_in_the_update_layout_alone_is_found():
+    assert [x.path for x in plan_of({"w": ((10,), ("embed",))}, policy="zero").indivisible()] == ["w"]
+
+
+def test_indivisible_by_two_mesh_axes_together_is_found():
+    (found,) = plan_of({"w": ((12,), ("mlp",))}, MeshShape(1, 4, 2)).indivisible()
+    assert (found.dim_size, found.factor) == (12, 8)
+
+
+def test_indivisible_by_tensor_is_found_under_every_policy():
+    for policy in ("dp", "zero", "fsdp"):
+        found = plan_of({"w": ((8, 3), ("embed", "mlp"))}, MeshShape(1, 4, 2), policy=policy).indivisible()
+        assert {(x.axis, x.dim_size, x.factor) for x in found} == {("mlp", 3, 2)}
+
+
+def test_what_divides_is_no_finding():
+    assert all(model_plan(MODEL, mesh, policy="fsdp").indivisible() == [] for mesh in MESHES)
+
+
+def test_indivisible_dimension_is_reported_with_the_way_out():
+    model = MlpConfig(input_dim=8, hidden_dim=18, num_layers=2, output_dim=8)
+    config = RunConfig(model=model, parallel=ParallelConfig(policy="fsdp"))
+    text = "\n".join(findings(config, model_plan(model, MeshShape(1, 8, 1), policy="fsdp")))
+    for part in ("blocks/bias", "(2, 18)", "is 18", "into 8", "16 or 24", "--parallel.replicate"):
+        assert part in text
+
+
+def test_replicate_keeps_a_parameter_whole_in_all_layouts():
+    plan = plan_of({"a": ((10, 8), ("embed", "mlp")), "b": ((8, 8), ("embed", "mlp"))}, MeshShape(1, 4, 2), replicate=("a",))
+    assert [tuple(plan.leaves["a"].spec(layout)) for layout in LAYOUTS] == [(None, "tensor")] * 3
+
+
+def test_replicate_touches_no_other_parameter():
+    plan = plan_of({"a": ((10, 8), ("embed", "mlp")), "b": ((8, 8), ("embed", "mlp"))}, MeshShape(1, 4, 2), replicate=("a",))
+    assert tuple(plan.leaves["b"].storage) == ("fsdp", "tensor")
+
+
+def test_replicate_settles_an_indivisible_dimension():
+    assert plan_of({"a": ((10,), ("embed",))}, replicate=("a",)).indivisible() == []
+
+
+@pytest.mark.parametrize("policy, whole", [("dp", []), ("zero", ["w"]), ("fsdp", ["w"])])
+def test_parameter_that_no_rule_divides_is_named(policy, whole):
+    assert plan_of({"w": ((8,), ("layers",)), "v": ((8,), ("embed",))}, policy=policy).undivided() == whole
+
+
+def test_nothing_is_undivided_on_one_shard():
+    assert plan_of({"w": ((8,), ("layers",))}, MeshShape(4, 1, 1)).undivided() == []
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_recipes_divide_every_parameter_over_eight_devices(name, tensor):
+    if name == "gpt_xl" and tensor == 2:
+        pytest.skip("25 heads")
+    plan = model_plan(recipes.load_recipe(name).model, MeshShape(1, 8 // tensor, tensor), policy="fsdp")
+    assert plan.indivisible() == [] and plan.undivided() == []
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("policy", ["dp", "zero", "fsdp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_per_device_are_those_of_real_shards(mesh, policy, layout):
+    plan = model_plan(MODEL, mesh, policy=policy)
+    shardings = plan.shardings(layout, make_mesh(mesh))
+    held = dict.fromkeys(range(8), 0)
+    for path, leaf in plan.leaves.items():
+        array = jax.device_put(np.zeros(leaf.decl.shape, leaf.decl.dtype), shardings[path])
+        for shard in array.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    assert set(held.values()) == {plan.param_bytes_per_device(layout)}
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("bool", 1)])
+def test_bytes_count_the_dtype(dtype, size):
+    assert bytes_per_device((6, 8), dtype, P(None, ("tensor", "fsdp")), MeshShape(3, 2, 4)) == 6 * size
+
+
+def test_a_plan_needs_no_devices(monkeypatch):
+    def no_devices(*_):
+        raise AssertionError("looked for devices")
+
+    for name in ("devices", "local_devices", "device_count"):
+        monkeypatch.setattr(jax, name, no_devices)
+    plan = model_plan(recipes.load_recipe("gpt").model, MeshShape(16, 64, 8), policy="fsdp")
+    explain(plan), to_json(plan, {})
+
+
+def test_explain_tells_every_parameter_and_its_layouts():
+    plan = model_plan(MODEL, MeshShape(1, 4, 2), policy="fsdp")
+    console = Console(width=250)
+    with console.capture() as captured:
+        console.print(explain(plan))
+    rows = {line.split()[0]: line for line in captured.get().splitlines() if line.strip()}
+    assert set(plan.leaves) <= set(rows)
+    for part in ("layers 3 mlp 32 embed 16", "mlp/tensor embed/fsdp", "768"):  # 3 x 16 x 4 numbers of 4 bytes
+        assert part in rows["blocks/mlp_out"]
+
+
+def test_plan_json_counts_what_the_state_keeps():
+    plan = model_plan(MODEL, MeshShape(1, 8, 1), policy="zero")
+    spec = P("fsdp")
+    state = {"params/w": ((16,), "bfloat16", P()), "opt_state/0/mu/w": ((16,), "float32", spec), "step": ((), "int32", P())}
+    found = json.loads(json.dumps(to_json(plan, state)))
+    assert found["bytes_per_device"] | {"gradients": 0} == {"params": 32, "opt_state": 8, "ema": 0, "gradients": 0}

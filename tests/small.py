@@ -1,0 +1,43 @@
+"""A model that compiles and steps in moments, as a recipe of its own and for runs inside the tests."""
+
+import os
+import subprocess
+import sys
+
+from sharder.config import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, TransformerConfig
+
+RECIPE = f"{__file__}:small"
+
+
+def small() -> RunConfig:
+    """Two layers of dimension 64 on synthetic tokens; an epoch of 10 steps."""
+    return RunConfig(
+        model=TransformerConfig(max_seq_len=32, embed_dim=64, num_heads=4, mlp_dim=128, num_layers=2),
+        data=DataConfig(source="synthetic", num_examples=160, seq_len=32, validation_fraction=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5, decay_steps=100),
+        train=TrainConfig(steps=12, global_batch_size=16, validate_every=0),
+        checkpoint=CheckpointConfig(every=5),
+    )
+
+
+def small_dropout() -> RunConfig:
+    import dataclasses
+
+    config = small()
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dropout_rate=0.1),
+        train=dataclasses.replace(config.train, ema_decay=0.9),
+    )
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Of a started command: no setting of this process leaks in but its home folder."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return kept | {"JAX_PLATFORMS": "cpu"} | extra
+
+
+def sharder(*arguments, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess:
+    """Runs the command line as a user would; `extra` goes into its environment."""
+    command = [sys.executable, "-m", "sharder", *map(str, arguments)]
+    return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=timeout)

@@ -26,9 +26,9 @@ from sharder.data.corpus import MappedFile, Piece, Split
 DEFAULT_CACHE = "~/.cache/sharder/tokens"
 FORMAT = 1
 """Part of the key: raise it when the same corpus and tokenizer would give other files."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 17
 """Documents longer than this are encoded in chunks cut at line ends: a tokenizer needs many times the size of its text."""
-BATCH_BYTES = 1 << 22
+BATCH_BYTES = 1 << 21
 """Text handed to the tokenizer at once, which encodes the chunks in it in parallel."""
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 

@@ -56,7 +56,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
         state = restore_state(setup, run_dir, first_step)
         events.write("restored", first_step)
     writers = open_writers(config, run_dir, first_step)
-    stepper = Stepper(setup, make_train_step(setup), step_facts(setup, order, attempt), writers)
+    stepper = Stepper(setup, make_train_step(setup), step_facts(setup, order, attempt), writers, events)
     compile_step(stepper, state, setup.batch.abstract(read_step(training, order, setup.batch, first_step)), events)
     eval_step = make_eval_step(setup) if validation is not None else None
     saver = checkpoint.Saver(run_dir, config.checkpoint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from sharder.events import EventLog
 from sharder.train.metrics import StepFacts, Writer, make_record
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
@@ -28,8 +29,8 @@ class _InFlight:
 class Stepper:
     """One step at a time, one step late."""
 
-    def __init__(self, setup: Setup, train_step: Callable, facts: StepFacts, writers: list[Writer]):
-        self.setup, self.train_step, self.facts, self.writers = setup, train_step, facts, writers
+    def __init__(self, setup: Setup, train_step: Callable, facts: StepFacts, writers: list[Writer], events: EventLog):
+        self.setup, self.train_step, self.facts, self.writers, self.events = setup, train_step, facts, writers, events
         self.seed = jax.device_put(np.uint32(setup.config.train.seed), setup.replicated())
         self._flags = [self._flag(value) for value in (0, 1)]
         self._in_flight: _InFlight | None = None
@@ -75,6 +76,8 @@ class Stepper:
     def _read(self, done: _InFlight) -> dict:
         metrics = fetch(done.metrics)
         now = time.perf_counter()
+        if not self.record:
+            self.events.write("first_step", done.step)
         step_time_s, self._last_read = now - self._last_read, now
         self.stop_agreed |= bool(metrics["stop"])
         self.leaf_digests = np.asarray(metrics["digests"])

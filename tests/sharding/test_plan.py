@@ -78,6 +78,14 @@ def test_indivisible_dimension_is_reported_with_the_way_out():
         assert part in text
 
 
+@pytest.mark.parametrize("policy", ["dp", "zero", "fsdp"])
+def test_heads_that_tensor_parallelism_cannot_divide_are_reported(policy):
+    model = TransformerConfig(embed_dim=48, num_heads=3, mlp_dim=64)
+    config = RunConfig(model=model, parallel=ParallelConfig(policy=policy, tensor=2))
+    plan = model_plan(model, MeshShape(1, 4, 2), policy=policy, tensor=2)
+    assert any("heads is 3, which does not divide into 2" in text for text in findings(config, plan))
+
+
 def test_replicate_keeps_a_parameter_whole_in_all_layouts():
     plan = plan_of({"a": ((10, 8), ("embed", "mlp")), "b": ((8, 8), ("embed", "mlp"))}, MeshShape(1, 4, 2), replicate=("a",))
     assert [tuple(plan.leaves["a"].spec(layout)) for layout in LAYOUTS] == [(None, "tensor")] * 3

@@ -1,0 +1,170 @@
+"""The command line as a user meets it: real processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small import RECIPE, environment, sharder
+
+from sharder.events import read_json_lines
+from sharder.report.verify import compare
+
+
+def metrics(run_dir):
+    return read_json_lines(run_dir / "metrics.jsonl")[0]
+
+
+def wait_for_step(run_dir, step, process, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        records = metrics(run_dir)
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached; exit code {process.poll()}")
+
+
+def start(*arguments, **popen):
+    command = [sys.executable, "-m", "sharder", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 400 steps on 2 devices."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert sharder("train", RECIPE, "--run-dir", run_dir, *OPTIONS).returncode == 0
+    return run_dir
+
+
+OPTIONS = ("--cluster.cpu-devices", "2", "--train.steps", "400", "--checkpoint.every", "50")
+
+
+@pytest.mark.parametrize("sign, code", [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_any_signal_then_the_same_command_gives_the_same_bits(tmp_path, whole, sign, code):
+    arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", *OPTIONS)
+    process = start(*arguments)
+    wait_for_step(tmp_path / "run", 70, process)
+    process.send_signal(sign)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
+    stopped_at = metrics(tmp_path / "run")[-1]["step"]
+    assert stopped_at < 400
+    assert sharder(*arguments).returncode == 0
+    resumed = [r for r in metrics(tmp_path / "run") if r["attempt"] == 2]
+    # After a request everything was saved; after a kill the steps since the last save are done again.
+    assert resumed[0]["step"] == stopped_at + 1 if code == 75 else resumed[0]["step"] <= stopped_at + 1
+    result = compare(tmp_path / "run", whole)
+    assert result.identical and result.num_compared == 400
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    process = start("train", RECIPE, "--run-dir", tmp_path / "run", "--train.steps", "100000", "--cluster.cpu-devices", "2")
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGSTOP)  # both signals are pending when it goes on
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+
+
+def test_a_signal_before_the_first_step_loses_nothing(tmp_path):
+    process = start("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "2", "--cluster.compile-cache", "off")
+    while not (tmp_path / "run" / "events.jsonl").exists():
+        time.sleep(0.02)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 75 and "nothing is lost" in output
+    assert time.monotonic() - sent < 5
+    done = sharder("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_verify_exit_codes(tmp_path, whole):
+    same = sharder("verify", whole, whole)
+    assert same.returncode == 0 and "400 steps compared (1 .. 400): identical" in same.stdout
+    (tmp_path / "other").mkdir()
+    records = metrics(whole)
+    records[6]["fingerprint"] = "0" * 16
+    (tmp_path / "other" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    different = sharder("verify", whole, tmp_path / "other", "--json")
+    assert different.returncode == 1
+    assert json.loads(different.stdout)["first_difference"] == 7
+    assert sharder("verify", whole, tmp_path / "nothing").returncode == 2
+
+
+def test_a_fingerprint_is_recomputed_from_the_files(whole):
+    listed = sharder("checkpoints", whole)
+    assert [line.split()[1] for line in listed.stdout.splitlines()] == ["350", "400"]
+    found = sharder("checkpoints", whole, "--fingerprint", "400")
+    assert found.returncode == 0
+    assert found.stdout.count(metrics(whole)[-1]["fingerprint"]) == 2
+
+
+def test_eval_prints_the_validation_loss_of_the_run(whole):
+    logged = metrics(whole)[-1]["validation_loss"]
+    result = sharder("eval", whole)
+    assert result.returncode == 0 and f"validation loss {logged:.6f}" in result.stdout
+
+
+def test_eval_works_on_another_number_of_devices(whole):
+    logged = metrics(whole)[-1]["validation_loss"]
+    result = sharder("eval", whole, "--cluster.cpu-devices", "8", "--parallel.policy", "fsdp")
+    loss = float(result.stdout.split("validation loss ")[1].split(",")[0])
+    assert loss == pytest.approx(logged, rel=1e-5)
+
+
+def test_print_config_is_json_and_starts_nothing(tmp_path):
+    result = sharder("train", "tiny_lm", "--run-dir", tmp_path / "run", "--model.num-layers", "2", "--print-config")
+    assert json.loads(result.stdout)["model"]["num_layers"] == 2
+    assert not (tmp_path / "run").exists()
+
+
+BAD = [
+    (["train"], "RECIPE is missing"),
+    (["train", "nope", "--run-dir", "x"], "there is no recipe 'nope'"),
+    (["train", "missing.py:f", "--run-dir", "x"], "there is no file missing.py"),
+    (["train", "tiny_lm"], "--run-dir is missing"),
+    (["train", "tiny_lm", "--run-dir", "x", "--train.steps", "0"], "must be at least 1"),
+    (["train", "tiny_lm", "--run-dir", "x", "--train.stepz", "3"], "--train.steps"),
+    (["train", "tiny_lm", "--run-dir", "x", "--data.path", "nowhere.txt"], "nowhere.txt"),
+    (["train", "tiny_lm", "--run-dir", "x", "--data.seq-len", "512"], "--data.seq-len is 512, more than the 128 positions"),
+    (["train", "tiny_lm", "--run-dir", "x", "--train.global-batch-size", "30", "--cluster.cpu-devices", "4"], "use 28 or 32"),
+    (["train", "tiny_lm", "--run-dir", "x", "--cluster.cpu-devices", "4", "--parallel.fsdp", "3"], "but there are 4"),
+    (["train", "mlp", "--run-dir", "x", "--data.source", "text"], "MLP reads only synthetic"),
+    (["generate", "x", "--prompt", "a"], "x is not a run"),
+    (["eval", "x"], "x is not a run"),
+    (["launch", "--processes", "2"], "there is nothing to launch"),
+    (["launch", "--processes", "0", "--", "recipes"], "must be at least 1"),
+    (
+        ["launch", "--processes", "2", "--devices-per-process", "2", "--", "train", "tiny_lm", "--cluster.cpu-devices", "4"],
+        "say two things",
+    ),
+    (["nonsense"], "there is no command 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(a)[:60] for a, _ in BAD])
+def test_bad_input_gets_one_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = sharder(*arguments)
+    assert result.returncode == 2
+    flat = " ".join(result.stderr.replace("│", " ").split())
+    assert message in flat
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_partial_environment_names_the_missing_variable(tmp_path):
+    result = sharder("train", RECIPE, "--run-dir", tmp_path / "run", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="0")
+    assert result.returncode == 2 and "JAX_COORDINATOR_ADDRESS" in result.stderr
+
+
+def test_help_of_a_recipe_shows_its_defaults():
+    result = sharder("train", "gpt", "--help")
+    assert result.returncode == 0 and "(default: 50432)" in result.stdout

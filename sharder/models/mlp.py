@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sharder.config import MlpConfig
-from sharder.models.layers import fetch, normal, param, stack, zeros
+from sharder.models.layers import fetch, gelu, normal, param, stack, zeros
 from sharder.ops.layout import SINGLE, Layout
 from sharder.sharding.axes import AxisRules
 
@@ -41,13 +41,13 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BI: jax.Array, layout: Layout = SINGLE) -> jax.Array:
         dtype = self.config.compute_dtype
-        x_BD = jax.nn.gelu(fetch(self.first, "first", layout, dtype)(x_BI.astype(jnp.dtype(dtype))))
+        x_BD = gelu(fetch(self.first, "first", layout, dtype)(x_BI.astype(jnp.dtype(dtype))))
         graphdef, params = nnx.split(self.blocks)
 
         def body(x_BD, params):
             dense = nnx.merge(graphdef, layout.weights("blocks", params, dtype))
             with jax.named_scope("mlp"):
-                return layout.activation(jax.nn.gelu(dense(x_BD)), ("batch", "hidden")), None
+                return layout.activation(gelu(dense(x_BD)), ("batch", "hidden")), None
 
         x_BD, _ = jax.lax.scan(layout.scanned(body, self.config.remat), x_BD, nnx.to_pure_dict(params))
         return fetch(self.last, "last", layout, dtype)(x_BD)

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from sharder.config import TransformerConfig
-from sharder.models.layers import dropout, fetch, layer_norm, normal, ones, param, stack, zeros
+from sharder.models.layers import dropout, fetch, gelu_linear, layer_norm, normal, ones, param, stack, zeros
 from sharder.ops.attention import MASKED, attention, causal_mask
 from sharder.ops.linear import linear
 from sharder.ops.layout import SINGLE, Layout
@@ -54,9 +54,9 @@ class Block(nnx.Module):
             x_BTD = layout.activation(x_BTD, ("batch", "seq", "embed"))
         with jax.named_scope("mlp"):
             y_BTD = layer_norm(x_BTD, self.norm2_scale[...], self.norm2_bias[...])
-            h_BTF = jax.nn.gelu(linear(y_BTD, self.mlp_in[...]) + self.mlp_in_bias[...], approximate=True)
+            h_BTF = linear(y_BTD, self.mlp_in[...]) + self.mlp_in_bias[...]
             h_BTF = layout.activation(h_BTF, ("batch", "seq", "mlp"))
-            y_BTD = linear(h_BTF, self.mlp_out[...]) + self.mlp_out_bias[...]
+            y_BTD = gelu_linear(h_BTF, self.mlp_out[...]) + self.mlp_out_bias[...]
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 1, self.dropout_rate)
             return layout.activation(x_BTD, ("batch", "seq", "embed")), extra
 

@@ -1,6 +1,7 @@
 """Scaled dot-product attention.
 
-Shape letters: B batch, T query positions, S key positions, N query heads, K key-value heads, H head dimension.
+Shape letters: B batch, T query positions, S key positions, N query heads, K key-value heads, H head dimension,
+M the queries of all heads that share a key-value head, G heads that share one.
 """
 
 import jax
@@ -20,11 +21,14 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS:
     K = k_BSKH.shape[2]
     if N % K:
         raise ValueError(f"{N} query heads cannot be shared by {K} key-value heads")
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(mask_BTS[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+    # Queries that share a key head are one matrix; batch and heads stay dimensions of their own, so that both may be divided.
+    q_BKMH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
+    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(mask_BTS[:, None, None], scores.reshape(B, K, N // K, T, -1), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype).reshape(B, K, N // K * T, -1)
+    out_BKGTH = jnp.einsum("BKMS,BKSH->BKMH", weights, v_BKSH).reshape(B, K, N // K, T, H)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def causal_mask(num_queries: int, num_keys: int) -> jax.Array:

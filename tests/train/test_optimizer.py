@@ -177,9 +177,10 @@ def test_gradients_of_norm_zero_stay_zero():
     assert clipped(zeros, global_norm(zeros), 1.0)["a"].tolist() == [0, 0, 0]
 
 
-def test_clipped_gradients_are_float32():
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_clipped_gradients_are_float32(clip_norm):
     narrow = to_float32(GRADIENTS) | {"a": GRADIENTS["a"].astype(jnp.bfloat16)}
-    assert {x.dtype for x in clipped(narrow, jnp.float32(5), 1.0).values()} == {np.dtype(np.float32)}
+    assert {x.dtype for x in clipped(narrow, jnp.float32(5), clip_norm).values()} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize("step, rate", [(0, 0.0), (2, 0.01), (4, 0.02), (12, 0.011), (20, 0.002), (10**6, 0.002)])

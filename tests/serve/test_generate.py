@@ -1,0 +1,111 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small import small
+
+from sharder import checkpoint
+from sharder.config import UserError
+from sharder.models.build import declare, initial_params
+from sharder.serve.generate import check_request, choose_token, generate_text, load_params, make_generator
+from sharder.serve.sampling import Sampling
+from sharder.stop import StopRequest
+from sharder.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 60 steps on the default corpus, and its configuration."""
+    config = dataclasses.replace(
+        small(),
+        data=dataclasses.replace(small().data, source="text", validation_fraction=0.05),
+        train=dataclasses.replace(small().train, steps=60),
+    )
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    train(config, run_dir, "auto", StopRequest())
+    return config, run_dir
+
+
+def generate(generator, params, prompt, num_new, temperature=0.0, top_k=0, seed=0, length=32):
+    tokens = np.zeros(length, np.int32)
+    tokens[: len(prompt)] = prompt
+    return np.asarray(generator(params, tokens, np.int32(len(prompt)), np.int32(num_new), np.uint32(seed), np.float32(temperature), np.int32(top_k)))
+
+
+def test_greedy_equals_the_uncached_argmax(trained):
+    config, run_dir = trained
+    declared = declare(config.model)
+    params = load_params(declared, run_dir, 60)
+    prompt = list(b"The na")
+    ours = generate(make_generator(declared.graphdef), params, prompt, 20)
+    forward = jax.jit(lambda p, t: nnx.merge(declared.graphdef, p)(t[None])[0])
+    expected = list(prompt)
+    for _ in range(20):
+        padded = np.zeros(32, np.int32)
+        padded[: len(expected)] = expected
+        expected.append(int(jnp.argmax(forward(params, padded)[len(expected) - 1])))
+    assert ours[: len(expected)].tolist() == expected
+
+
+def test_one_compilation_serves_every_request(trained):
+    config, _ = trained
+    declared = declare(config.model)
+    params = initial_params(config.model, jax.random.key(0))
+    generator = make_generator(declared.graphdef)
+    for length, new, temperature, top_k in ((1, 3, 0.0, 0), (7, 20, 0.8, 50), (31, 1, 1.5, 1)):
+        generate(generator, params, list(range(length)), new, temperature, top_k)
+    assert generator._cache_size() == 1
+
+
+def test_loading_replaces_a_fresh_models_logits_bit_for_bit(trained):
+    config, run_dir = trained
+    declared = declare(config.model)
+    logits = jax.jit(lambda p, t: nnx.merge(declared.graphdef, p)(t))
+    tokens = np.arange(32, dtype=np.int32)[None]
+    saved = {p.removeprefix("params/"): x for p, x in checkpoint.restore_numpy(run_dir, 60).items() if p.startswith("params/")}
+    from sharder.models.build import unflatten
+
+    expected = np.asarray(logits(jax.device_put(unflatten(saved)), tokens))
+    fresh = np.asarray(logits(initial_params(config.model, jax.random.key(0)), tokens))
+    loaded = np.asarray(logits(load_params(declared, run_dir, 60), tokens))
+    assert (fresh != expected).any()
+    assert (loaded == expected).all()
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(trained):
+    config, run_dir = trained
+    texts = [generate_text(config, run_dir, None, "The ", 20, Sampling(temperature=1.0, seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("The ")
+
+
+def test_top_k_leaves_only_the_k_most_likely():
+    logits = jnp.array([0.0, 3.0, 2.0, -1.0, 2.5])
+    drawn = {int(choose_token(logits, jax.random.key(i), jnp.float32(5.0), jnp.int32(2))) for i in range(50)}
+    assert drawn == {1, 4}
+    everything = {int(choose_token(logits, jax.random.key(i), jnp.float32(50.0), jnp.int32(0))) for i in range(100)}
+    assert everything == {0, 1, 2, 3, 4}
+
+
+def test_sampling_follows_the_probabilities():
+    logits = jnp.log(jnp.array([0.7, 0.2, 0.1]))
+    choose = jax.jit(jax.vmap(lambda key: choose_token(logits, key, jnp.float32(1.0), jnp.int32(0))))
+    counts = np.bincount(np.asarray(choose(jax.random.split(jax.random.key(0), 20000))), minlength=3) / 20000
+    np.testing.assert_allclose(counts, [0.7, 0.2, 0.1], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "num_prompt, num_new, sampling, message",
+    [
+        (0, 5, Sampling(), "--prompt is empty"),
+        (5, 0, Sampling(), "--max-new-tokens is 0"),
+        (20, 20, Sampling(), "40 together, but the model has 32 positions. Ask for at most 12"),
+        (5, 5, Sampling(temperature=-1.0), "--temperature is -1.0"),
+        (5, 5, Sampling(top_k=-1), "--top-k is -1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(num_prompt, num_new, sampling, message):
+    with pytest.raises(UserError, match=message):
+        check_request(small().model, num_prompt, num_new, sampling)

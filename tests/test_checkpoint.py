@@ -1,0 +1,138 @@
+"""Checkpoints: what counts as one, what is refused, what is kept."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from small import small
+
+from sharder import checkpoint
+from sharder.config import CheckpointConfig, UserError
+from sharder.stop import StopRequest
+from sharder.train.fingerprint import numpy_fingerprint
+from sharder.train.loop import train
+from sharder.train.saved import restore_state
+from sharder.train.setup import prepare
+from sharder.train.state import by_path
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    train(small(), run_dir, "auto", StopRequest())
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(original, tmp_path):
+    """A run of 12 steps with checkpoints 10 and 12, to be damaged at will."""
+    return shutil.copytree(original, tmp_path / "run")
+
+
+def with_parallel(**fields):
+    return dataclasses.replace(small(), parallel=dataclasses.replace(small().parallel, **fields))
+
+
+def test_the_manifest_describes_the_run(run_dir):
+    manifest = checkpoint.read_manifest(run_dir, 12)
+    assert manifest["step"] == 12 and manifest["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert manifest["data"]["num_examples"] == 160 and manifest["data"]["global_batch_size"] == 16
+    assert all({"shape", "dtype", "fingerprint"} <= leaf.keys() for leaf in manifest["leaves"].values())
+    assert manifest["fingerprint"] == numpy_fingerprint(checkpoint.restore_numpy(run_dir, 12))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"policy": "dp"}, {"policy": "fsdp"}, {"policy": "fsdp", "fsdp": 4}, {"policy": "fsdp", "tensor": 2}, {"data": 8}]
+)
+def test_a_state_restores_into_any_layout(run_dir, parallel):
+    """Saved under zero on 1 x 8; the fingerprint of what arrives is that of what was saved."""
+    setup = prepare(with_parallel(**parallel))
+    state = restore_state(setup, run_dir, 12)
+    leaves = by_path(state)
+    assert all(x.sharding == s for x, s in zip(leaves.values(), by_path(setup.state_shardings).values()))
+    assert numpy_fingerprint({p: np.asarray(x) for p, x in leaves.items()}) == checkpoint.read_manifest(run_dir, 12)["fingerprint"]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(run_dir):
+    (checkpoint.folder(run_dir) / "12" / "manifest.json").unlink()
+    (checkpoint.folder(run_dir) / "99").mkdir()
+    assert checkpoint.list_steps(run_dir) == [10]
+    assert checkpoint.set_aside_unfinished(run_dir) == ["12.unfinished", "99.unfinished"]
+
+
+def largest_file(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_flipped_byte_is_not_accepted(run_dir):
+    """orbax alone accepts it."""
+    data = largest_file(checkpoint.folder(run_dir) / "12" / "params")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged|cannot be read"):
+        restore_state(prepare(small()), run_dir, 12)
+
+
+def test_a_missing_file_is_named_not_traced(run_dir):
+    largest_file(checkpoint.folder(run_dir) / "12" / "params").unlink()
+    with pytest.raises(UserError, match="12 (cannot be read|is damaged)"):
+        restore_state(prepare(small()), run_dir, 12)
+
+
+def test_another_dtype_or_shape_is_refused(run_dir):
+    """orbax alone would cast in silence."""
+    config = dataclasses.replace(small(), model=dataclasses.replace(small().model, param_dtype="bfloat16"))
+    with pytest.raises(UserError, match=r"params/blocks/attn_out: saved .*float32.*wanted .*bfloat16"):
+        restore_state(prepare(config), run_dir, 12)
+    config = dataclasses.replace(small(), model=dataclasses.replace(small().model, mlp_dim=256))
+    with pytest.raises(UserError, match=r"params/blocks/mlp_in: saved \(\(2, 64, 128\).*wanted \(\(2, 64, 256\)"):
+        restore_state(prepare(config), run_dir, 12)
+
+
+@pytest.mark.parametrize("last, every, kept", [(1, None, {50}), (2, None, {40, 50}), (1, 20, {20, 40, 50}), (2, 30, {30, 40, 50})])
+def test_retention(last, every, kept):
+    assert checkpoint.retained([10, 20, 30, 40, 50], CheckpointConfig(keep_last=last, keep_every=every)) == kept
+
+
+def test_the_steps_asked_for_are_on_disk(original):
+    assert checkpoint.list_steps(original) == [10, 12]
+
+
+def test_what_is_saved_is_what_was_computed(tmp_path):
+    """The arrays are donated and overwritten while the save runs."""
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig())
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    x = jax.numpy.arange(1 << 22, dtype=jax.numpy.float32)
+    expected = np.asarray(x).copy()
+    saver.save(1, {"params/x": x, "step": jax.numpy.int32(1)}, {"leaf_fingerprints": {}})
+    for _ in range(4):
+        x = overwrite(x)
+    x.block_until_ready()
+    saver.close()
+    assert (checkpoint.restore_numpy(tmp_path, 1)["params/x"] == expected).all()
+
+
+def test_an_error_of_a_background_save_is_raised(tmp_path, monkeypatch):
+    saver = checkpoint.Saver(tmp_path, CheckpointConfig())
+    monkeypatch.setattr(checkpoint, "write_durably", lambda path, text: (_ for _ in ()).throw(OSError("disk full")))
+    saver.save(1, {"params/x": jax.numpy.ones(3), "step": jax.numpy.int32(1)}, {"leaf_fingerprints": {}})
+    with pytest.raises(OSError, match="disk full"):
+        saver.wait()
+    assert checkpoint.list_steps(tmp_path) == []
+
+
+def test_choosing_a_step_names_what_there_is(run_dir, tmp_path):
+    assert checkpoint.choose_step(run_dir, None) == 12
+    with pytest.raises(UserError, match=r"no checkpoint of step 5; it has \[10, 12\]"):
+        checkpoint.choose_step(run_dir, 5)
+    with pytest.raises(UserError, match="no checkpoint"):
+        checkpoint.choose_step(tmp_path / "nothing", None)
+
+
+def test_a_damaged_manifest_does_not_appear_half_written(tmp_path):
+    checkpoint.write_durably(tmp_path / "manifest.json", json.dumps({"a": 1}))
+    assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]

@@ -8,9 +8,13 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Literal, Union, get_args
 
 Dtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "block"]
+Policy = Literal["dp", "zero", "fsdp"]
+Source = Literal["auto", "text", "synthetic"]
+Split = Literal["auto", "document", "range"]
 
 
 class UserError(ValueError):
@@ -22,6 +26,11 @@ def require(ok: bool, name: str, value: object, should_be: str) -> None:
     if not ok:
         option = "--" + name.replace("_", "-")
         raise UserError(f"{option} is {value!r}, but must be {should_be}.")
+
+
+def require_choice(name: str, value: object, choices: object) -> None:
+    """The command line checks choices by itself; a recipe file or a config.json does not."""
+    require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class TransformerConfig:
     """Dtype of parameters and gradients; optimizer moments are always float32."""
     compute_dtype: Dtype = "float32"
     """Dtype of matrix products and activations; the loss is always float32."""
-    remat: Literal["none", "block"] = "none"
+    remat: Remat = "none"
     """What the backward pass recomputes: nothing, or each block from its input."""
 
     def __post_init__(self):
@@ -60,6 +69,14 @@ class TransformerConfig:
             f"a divisor of --model.embed-dim, which is {self.embed_dim}",
         )  # fmt: skip
         require(0.0 <= self.dropout_rate < 1.0, "model.dropout_rate", self.dropout_rate, "in [0, 1)")
+        check_precision(self)
+
+
+def check_precision(model: "TransformerConfig | MlpConfig") -> None:
+    """The choices that every model has."""
+    require_choice("model.param_dtype", model.param_dtype, Dtype)
+    require_choice("model.compute_dtype", model.compute_dtype, Dtype)
+    require_choice("model.remat", model.remat, Remat)
 
 
 @dataclass(frozen=True)
@@ -73,11 +90,12 @@ class MlpConfig:
     output_dim: int = 16
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
-    remat: Literal["none", "block"] = "none"
+    remat: Remat = "none"
 
     def __post_init__(self):
         for name in ("input_dim", "hidden_dim", "num_layers", "output_dim"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        check_precision(self)
 
 
 ModelConfig = Union[TransformerConfig, MlpConfig]
@@ -87,7 +105,7 @@ ModelConfig = Union[TransformerConfig, MlpConfig]
 class DataConfig:
     """Where examples come from and how they are split."""
 
-    source: Literal["auto", "text", "synthetic"] = "auto"
+    source: Source = "auto"
     """auto: text for language models, synthetic for the MLP."""
     path: str | None = None
     """Text file, folder, glob or .parquet; unset: the Python documentation topics of the standard library."""
@@ -99,7 +117,7 @@ class DataConfig:
     """Folder for memory-mapped token files; unset: ~/.cache/sharder/tokens."""
     seq_len: int = 256
     """Tokens per example."""
-    validation_split: Literal["auto", "document", "range"] = "auto"
+    validation_split: Split = "auto"
     """document: whole documents are held out; range: the end of the corpus; auto: document where there are 20 or more."""
     validation_fraction: float = 0.05
     num_examples: int = 65536
@@ -110,6 +128,8 @@ class DataConfig:
     """Batches read and copied to the device ahead of the step."""
 
     def __post_init__(self):
+        require_choice("data.source", self.source, Source)
+        require_choice("data.validation_split", self.validation_split, Split)
         require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
         require(0.0 <= self.validation_fraction < 1.0, "data.validation_fraction", self.validation_fraction, "in [0, 1)")
         require(self.num_examples >= 1, "data.num_examples", self.num_examples, "at least 1")
@@ -124,7 +144,7 @@ class DataConfig:
 class ParallelConfig:
     """How the devices share the work; the meaning of each policy stands in docs/sharding.md."""
 
-    policy: Literal["dp", "zero", "fsdp"] = "zero"
+    policy: Policy = "zero"
     data: int | None = None
     """Replicas that hold copies; unset: devices / (fsdp x tensor)."""
     fsdp: int | None = None
@@ -135,6 +155,7 @@ class ParallelConfig:
     """Parameters that may stay whole although the policy divides them, by path."""
 
     def __post_init__(self):
+        require_choice("parallel.policy", self.policy, Policy)
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"parallel.{name}", value, "at least 1")
@@ -279,10 +300,17 @@ def from_dict(tree: dict) -> RunConfig:
     unknown = set(tree) - set(sections)
     if unknown:
         raise UserError(f"config.json has unknown sections {sorted(unknown)}: it was written by another version of sharder.")
+    if "model" not in tree:
+        raise UserError("config.json has no section model: it was written by another version of sharder.")
     values = {}
     for name, section in tree.items():
         section = dict(section)
-        cls = MODEL_CONFIGS[section.pop("kind")] if name == "model" else sections[name].type
+        cls = sections[name].type
+        if name == "model":
+            kind = section.pop("kind", None)
+            if kind not in MODEL_CONFIGS:
+                raise UserError(f"config.json has a model of kind {kind!r}; this version knows {', '.join(MODEL_CONFIGS)}.")
+            cls = MODEL_CONFIGS[kind]
         try:
             values[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in section.items()})
         except TypeError as error:

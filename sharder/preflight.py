@@ -48,18 +48,26 @@ def indivisible_dimensions(plan: Plan) -> list[str]:
     groups: dict[tuple, list[Indivisible]] = {}
     for item in plan.indivisible():
         groups.setdefault((item.axis, item.dim_size, item.factor), []).append(item)
-    replicas, found = plan.mesh.num_replicas, []
+    found = []
     for (axis, size, factor), items in groups.items():
-        tensor = factor // plan.mesh.fsdp
-        fits = [d for d in range(1, replicas + 1) if replicas % d == 0 and size % (d * tensor) == 0]
-        nearest = " or ".join(str(n) for n in (size // factor * factor, -(-size // factor) * factor) if n)
         first, paths = items[0], list(dict.fromkeys(item.path for item in items))
+        nearest = " or ".join(str(n) for n in (size // factor * factor, -(-size // factor) * factor) if n)
         found.append(
             f"{axis} is {size}, which does not divide into {factor}: {len(paths)} parameter(s) have it, the first is {first.path},"
-            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {nearest}, or --parallel.fsdp one of {fits}, or accept whole"
-            f" copies with --parallel.replicate {' '.join(paths)}"
+            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {nearest}, or {_other_degrees(plan, size, first)}"
+            + (f", or accept whole copies with --parallel.replicate {' '.join(paths)}" if first.by_fsdp else "")
         )
     return found
+
+
+def _other_degrees(plan: Plan, size: int, item: Indivisible) -> str:
+    """The degrees of the mesh axis at fault that would divide a dimension of this size."""
+    if not item.by_fsdp:
+        fits = [d for d in range(1, plan.mesh.tensor + 1) if plan.mesh.tensor % d == 0 and size % d == 0]
+        return f"--parallel.tensor one of {fits}"
+    tensor = item.factor // plan.mesh.fsdp
+    fits = [d for d in range(1, plan.mesh.num_replicas + 1) if plan.mesh.num_replicas % d == 0 and size % (d * tensor) == 0]
+    return f"--parallel.fsdp one of {fits}"
 
 
 def findings(config: RunConfig, plan: Plan) -> list[str]:

@@ -173,7 +173,11 @@ def test_a_config_cannot_be_changed():
         OTHER.train.steps = 5
 
 
-FIELDS = [(section.name, field.name) for section in dataclasses.fields(RunConfig) for field in dataclasses.fields(getattr(OTHER, section.name))]
+FIELDS = [
+    (section.name, field.name)
+    for section in dataclasses.fields(RunConfig)
+    for field in dataclasses.fields(getattr(OTHER, section.name))
+]
 
 
 @pytest.mark.parametrize("section, field", FIELDS, ids=".".join)

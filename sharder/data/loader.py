@@ -71,6 +71,7 @@ class Prefetcher:
     def __init__(self, make: Callable[[int], object], first: int, depth: int):
         self._queue: queue.Queue = queue.Queue(depth)
         self._stop = threading.Event()
+        self._failed: BaseException | None = None
         self.wait_s = 0.0
         self._thread = threading.Thread(target=self._run, args=(make, first), name="loader", daemon=True)
         self._thread.start()
@@ -93,10 +94,12 @@ class Prefetcher:
 
     def __next__(self):
         started = time.perf_counter()
-        value, error = self._queue.get()
+        if self._failed is None:
+            assert not self._stop.is_set(), "closed"
+            value, self._failed = self._queue.get()
         self.wait_s = time.perf_counter() - started
-        if error is not None:
-            raise error
+        if self._failed is not None:
+            raise self._failed
         return value
 
     def close(self) -> None:

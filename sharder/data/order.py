@@ -34,9 +34,9 @@ class Order:
 
     def __post_init__(self):
         if self.num_examples < self.global_batch_size:
+            lower = f"lower --train.global-batch-size to {self.num_examples} or less, or --data.seq-len, or " if self.num_examples else ""
             raise UserError(
-                f"the dataset has {self.num_examples} examples, less than one batch of {self.global_batch_size}:"
-                f" lower --train.global-batch-size to {self.num_examples} or less, or --data.seq-len, or give more data."
+                f"the dataset has {self.num_examples} examples, less than one batch of {self.global_batch_size}: {lower}give more data."
             )
 
     @property
@@ -53,6 +53,4 @@ class Order:
         first = offset * self.global_batch_size
         key, last = epoch_key(self.seed, epoch), self.num_examples - 1
         rows = range(first + start, first + (self.global_batch_size if stop is None else stop))
-        if last == 0:
-            return np.zeros(len(rows), np.int64)
         return np.array([index_shuffle(i, last, key, self.rounds) for i in rows], np.int64)

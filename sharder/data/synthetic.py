@@ -1,5 +1,7 @@
 """Examples made from their id by integer hashing: no files, the same on every machine."""
 
+import hashlib
+
 import numpy as np
 
 from sharder.data.dataset import Batch
@@ -14,12 +16,17 @@ def hash_uint32(ids: np.ndarray, columns: int, salt: int) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
+def describe(*what: object) -> str:
+    """SHA-256 (hex) of everything that decides the examples."""
+    return hashlib.sha256(repr(("synthetic", *what)).encode()).hexdigest()
+
+
 class SyntheticTokens:
     """Periodic token sequences: token t of example i is (start_i + t x stride_i) mod vocab_size, so a model can learn them."""
 
     def __init__(self, num_examples: int, seq_len: int, vocab_size: int, salt: int = 0):
         self.num_examples, self.seq_len, self.vocab_size, self.salt = num_examples, seq_len, vocab_size, salt
-        self.fingerprint = f"synthetic-tokens-{num_examples}-{seq_len}-{vocab_size}-{salt}"
+        self.fingerprint = describe("tokens", num_examples, seq_len, vocab_size, salt)
 
     def __len__(self) -> int:
         return self.num_examples
@@ -37,7 +44,7 @@ class SyntheticRegression:
     def __init__(self, num_examples: int, input_dim: int, output_dim: int, salt: int = 0):
         self.num_examples, self.input_dim, self.salt = num_examples, input_dim, salt
         self.teacher = np.random.default_rng(0).standard_normal((input_dim, output_dim)).astype(np.float32) / np.sqrt(input_dim)
-        self.fingerprint = f"synthetic-regression-{num_examples}-{input_dim}-{output_dim}-{salt}"
+        self.fingerprint = describe("regression", num_examples, input_dim, output_dim, salt)
 
     def __len__(self) -> int:
         return self.num_examples

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 from sharder.config import RunConfig, UserError
@@ -26,8 +27,9 @@ def find_recipe(name: str):
         raise UserError(f"there is no recipe {name!r}: use one of {', '.join(RECIPES)}, or path/to/file.py:function.")
     if not Path(path).is_file():
         raise UserError(f"recipe {name}: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up by name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -39,7 +41,13 @@ def find_recipe(name: str):
 
 def load_recipe(name: str) -> RunConfig:
     """The configuration that a recipe returns. Raises UserError where it returns something else."""
-    config = find_recipe(name)()
+    recipe = find_recipe(name)
+    try:
+        config = recipe()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"recipe {name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, RunConfig):
         raise UserError(f"recipe {name} returned {type(config).__name__}, but must return a sharder.config.RunConfig.")
     return config

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -15,8 +14,6 @@ from sharder.sharding.plan import Plan
 from sharder.sharding.policy import Layout
 
 Tree = Any
-GATHERED = "gathered_weight"
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(p: jax.Array, dtype: str, storage: NamedSharding, compute: NamedSharding, gradient: NamedSharding) -> jax.Array:
@@ -53,8 +50,7 @@ class ComputeLayout:
                 # In a scan the leading dimension (layers, never divided) is gone.
                 return NamedSharding(self.mesh, PartitionSpec(*leaf.spec(layout)[len(leaf.decl.shape) - p.ndim :]))
 
-            whole = _gather(p, dtype, sharding("storage"), sharding("compute"), sharding(self.gradient))
-            return checkpoint_name(whole, GATHERED)
+            return _gather(p, dtype, sharding("storage"), sharding("compute"), sharding(self.gradient))
 
         return jax.tree.map_with_path(one, params)
 
@@ -66,6 +62,7 @@ class ComputeLayout:
         if remat == "block":
             return jax.checkpoint(body)
         if self.plan.policy == "fsdp":
-            # Otherwise the gathered weights of every layer would be kept for the backward pass, and the model be whole.
-            return jax.checkpoint(body, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED))
+            # Otherwise the gathered weights of every layer would be kept for the backward pass, and the model be whole
+            # on every device. Products are kept, what is elementwise is computed again.
+            return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)
         return body

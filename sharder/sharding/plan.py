@@ -52,6 +52,8 @@ class Indivisible:
     axis: str
     dim_size: int
     factor: int
+    by_fsdp: bool
+    """Whether the fsdp axis takes part; otherwise tensor parallelism alone."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Plan:
     def indivisible(self) -> list[Indivisible]:
         """Every dimension that a layout cannot divide evenly; a run needs this list empty."""
         return [
-            Indivisible(leaf.path, leaf.decl.shape, leaf.spec(layout), axis, size, factor)
+            Indivisible(leaf.path, leaf.decl.shape, leaf.spec(layout), axis, size, factor, "fsdp" in (entry or ()))
             for leaf in self.leaves.values()
             for layout in ("update", "storage")
             if layout == "update" or leaf.storage != leaf.update

@@ -29,7 +29,7 @@ from sharder.train.run_dir import Attempt, Resume, begin, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, by_path, create_state, declare_state
-from sharder.train.step import make_train_step
+from sharder.train.step import compile_step
 from sharder.train.stepping import Stepper
 
 
@@ -56,8 +56,8 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
         state = restore_state(setup, run_dir, first_step)
         events.write("restored", first_step)
     writers = open_writers(config, run_dir, first_step)
-    stepper = Stepper(setup, make_train_step(setup), step_facts(setup, order, attempt), writers, events)
-    compile_step(stepper, state, setup.batch.abstract(read_step(training, order, setup.batch, first_step)), events)
+    stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events)
+    compile_ahead(stepper, state, setup.batch.abstract(read_step(training, order, setup.batch, first_step)), events)
     eval_step = make_eval_step(setup) if validation is not None else None
     saver = checkpoint.Saver(run_dir, config.checkpoint)
     stop.training()
@@ -171,10 +171,10 @@ def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
     )
 
 
-def compile_step(stepper: Stepper, state: TrainState, batch: dict, events: EventLog) -> None:
-    """Compiles the step ahead of the loop, so that no step's time contains it."""
+def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: EventLog) -> None:
+    """Compiles the step before the loop, so that no step's time contains it."""
     started = time.perf_counter()
-    stepper.train_step = stepper.train_step.lower(*stepper.arguments(state, batch, False)).compile()
+    stepper.train_step = compile_step(stepper.setup, stepper.arguments(state, batch, False))
     events.write("compiled", compile_s=round(time.perf_counter() - started, 3))
     stepper.resume_clock()
 

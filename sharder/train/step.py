@@ -15,6 +15,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.models.build import unflatten
+from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
 from sharder.train.fingerprint import digests
@@ -48,67 +49,73 @@ def apply_update(setup: Setup, state: TrainState, grads, norm: jax.Array) -> Tra
     return TrainState(state.step + 1, params, opt_state, ema)
 
 
-def accumulate(setup: Setup, params, batch: dict, seed: jax.Array, step: jax.Array):
-    """Sums over all slots: gradients of the summed loss, the summed loss and the summed weight."""
-    layout = setup.batch
-    # Accumulators live in the storage layout; without accumulation gradients go straight to where they are used.
-    gradient_layout = "update" if layout.num_slots == 1 else "storage"
-    compute = ComputeLayout(setup.mesh, setup.plan, gradient_layout)
-    gradient_shardings = unflatten(setup.plan.shardings(gradient_layout, setup.mesh))
+def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example):
+    """Sums over all accumulation slots: gradients of the summed loss, the summed loss and the summed weight.
+
+    `batch` holds arrays (slots, slot_size, ...), whose examples have places first_example .. in the global batch.
+    `pin` fixes the layout of gradients; with several slots they are accumulated in float32.
+    """
+    num_slots, slot_size = jax.tree.leaves(batch)[0].shape[:2]
 
     def slot_loss(params, slot_batch, slot):
-        keys_B = example_keys(seed, step, slot * layout.slot_size + jnp.arange(layout.slot_size))
-        losses_B, weights_B = nnx.merge(setup.declared.graphdef, params).losses(slot_batch, keys_B, compute)
+        keys_B = example_keys(seed, step, first_example + slot * slot_size + jnp.arange(slot_size))
+        losses_B, weights_B = nnx.merge(graphdef, params).losses(slot_batch, keys_B, layout)
         return losses_B.sum(), weights_B.sum()
 
     def slot_gradients(slot_batch, slot):
         (loss, weight), grads = jax.value_and_grad(slot_loss, has_aux=True)(params, slot_batch, slot)
-        return with_sharding_constraint(grads, gradient_shardings), loss, weight
+        return pin(grads), loss, weight
 
-    if layout.num_slots == 1:
+    if num_slots == 1:
         return slot_gradients(jax.tree.map(lambda x: x[0], batch), 0)
 
     def body(sums, scanned):
         grads, loss, weight = slot_gradients(*scanned)
         total = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums[0], grads)
-        return (with_sharding_constraint(total, gradient_shardings), sums[1] + loss, sums[2] + weight), None
+        return (pin(total), sums[1] + loss, sums[2] + weight), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    start = (with_sharding_constraint(zeros, gradient_shardings), jnp.float32(0), jnp.float32(0))
-    return jax.lax.scan(body, start, (batch, jnp.arange(layout.num_slots)))[0]
+    return jax.lax.scan(body, (pin(zeros), jnp.float32(0), jnp.float32(0)), (batch, jnp.arange(num_slots)))[0]
 
 
-def make_train_step(setup: Setup) -> Callable[[TrainState, dict, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
-    """The compiled step (state, batch, seed, stop flags) -> (state, metrics); the state is donated.
+def finish_step(setup: Setup, state: TrainState, grads, norm: jax.Array, loss: jax.Array, stop: jax.Array) -> tuple[TrainState, Metrics]:
+    """Update, return to the layouts at rest, fingerprint: the second half of a step, the same in both engines.
+
+    `grads` are those of the mean loss, in the update layout, and `norm` their global norm.
+    """
+    update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
+    with jax.named_scope("optimizer"):
+        params = with_sharding_constraint(state.params, update_shardings)
+        placed = TrainState(state.step, params, state.opt_state, state.ema)
+        new = with_sharding_constraint(apply_update(setup, placed, grads, norm), setup.state_shardings)
+    with jax.named_scope("fingerprint"):
+        leaf_digests = digests(by_path(new))
+    rate = schedule(setup.config.optimizer)(state.step)
+    return new, {"loss": loss, "grad_norm": norm, "learning_rate": rate, "digests": leaf_digests, "stop": stop.max()}
+
+
+def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The compiled step (state, batch, seed, stop flags) -> (state, metrics) for arguments like these; the state is donated.
 
     Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path.
     """
+    # Accumulators live in the storage layout; without accumulation gradients go straight to where they are used.
+    gradient_layout = "update" if setup.batch.num_slots == 1 else "storage"
+    compute = ComputeLayout(setup.mesh, setup.plan, gradient_layout)
+    gradient_shardings = unflatten(setup.plan.shardings(gradient_layout, setup.mesh))
     update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
-    rate = schedule(setup.config.optimizer)
 
     def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array):
-        grads, loss_sum, weight_sum = accumulate(setup, state.params, batch, seed, state.step)
-        with jax.named_scope("optimizer"):
-            grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
-            norm = global_norm(grads)
-            placed = TrainState(
-                state.step, with_sharding_constraint(state.params, update_shardings), state.opt_state, state.ema
-            )
-            new = with_sharding_constraint(apply_update(setup, placed, grads, norm), setup.state_shardings)
-        with jax.named_scope("fingerprint"):
-            leaves = digests(by_path(new))
-        metrics = {
-            "loss": loss_sum / weight_sum,
-            "grad_norm": norm,
-            "learning_rate": rate(state.step),
-            "digests": leaves,
-            "stop": stop.max(),
-        }
-        return new, metrics
+        pin = lambda grads: with_sharding_constraint(grads, gradient_shardings)  # noqa: E731
+        graphdef = setup.declared.graphdef
+        grads, loss_sum, weight_sum = accumulate(graphdef, compute, pin, state.params, batch, seed, state.step, 0)
+        grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
+        return finish_step(setup, state, grads, global_norm(grads), loss_sum / weight_sum, stop)
 
-    return jax.jit(
+    jitted = jax.jit(
         train_step,
         in_shardings=(setup.state_shardings, setup.batch.sharding, setup.replicated(), stop_sharding(setup.mesh)),
         out_shardings=(setup.state_shardings, setup.replicated()),
         donate_argnums=0,
     )
+    return jitted.lower(*arguments).compile()

@@ -29,8 +29,10 @@ class _InFlight:
 class Stepper:
     """One step at a time, one step late."""
 
-    def __init__(self, setup: Setup, train_step: Callable, facts: StepFacts, writers: list[Writer], events: EventLog):
-        self.setup, self.train_step, self.facts, self.writers, self.events = setup, train_step, facts, writers, events
+    def __init__(self, setup: Setup, facts: StepFacts, writers: list[Writer], events: EventLog):
+        self.setup, self.facts, self.writers, self.events = setup, facts, writers, events
+        self.train_step: Callable | None = None
+        """The compiled step; set once its arguments are known."""
         self.seed = jax.device_put(np.uint32(setup.config.train.seed), setup.replicated())
         self._flags = [self._flag(value) for value in (0, 1)]
         self._in_flight: _InFlight | None = None

@@ -82,7 +82,8 @@ def count(config: TransformerConfig) -> int:
 
 # Counts of the published weights (huggingface.co/openai-community), before the vocabulary is padded.
 @pytest.mark.parametrize(
-    "name, published", [("gpt", 124_439_808), ("gpt_medium", 354_823_168), ("gpt_large", 774_030_080), ("gpt_xl", 1_557_611_200)]
+    "name, published",
+    [("gpt", 124_439_808), ("gpt_medium", 354_823_168), ("gpt_large", 774_030_080), ("gpt_xl", 1_557_611_200)],
 )
 def test_gpt_has_the_published_parameters_and_padding(name, published):
     config = recipes.load_recipe(name).model

@@ -53,7 +53,9 @@ def test_recomputed_blocks_have_the_same_gradients():
         np.testing.assert_allclose(recomputed[path], kept[path], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-def test_bfloat16_is_computed_and_lost_in_float32():
+def test_outputs_are_bfloat16_where_asked_for_and_losses_float32():
     config = MlpConfig(input_dim=6, hidden_dim=8, num_layers=3, output_dim=4, compute_dtype="bfloat16")
-    found = jax.eval_shape(lambda p: (model(p, config)(INPUTS), model(p, config).losses({"inputs": INPUTS, "targets": TARGETS}, None)), PARAMS)
-    assert (found[0].dtype, found[1][0].dtype) == (jnp.bfloat16, jnp.float32)
+    batch = {"inputs": INPUTS, "targets": TARGETS}
+    outputs = jax.eval_shape(lambda p: model(p, config)(INPUTS), PARAMS)
+    losses, _ = jax.eval_shape(lambda p: model(p, config).losses(batch, None), PARAMS)
+    assert (outputs.dtype, losses.dtype) == (jnp.bfloat16, jnp.float32)

@@ -17,6 +17,8 @@ TINY = TransformerConfig(
 )
 TOKENS = np.random.default_rng(0).integers(0, 20, (3, 8)).astype(np.int32)
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2]], np.int32)
+QUICK = {"xla_backend_optimization_level": 0}
+"""Half the time to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,8 @@ def reference_logits(params: dict, tokens: np.ndarray, num_heads: int) -> np.nda
 
     x = w["embed/tokens"][tokens] + w["embed/positions"][: tokens.shape[1]]
     future = np.triu(np.ones((tokens.shape[1],) * 2, bool), 1)
-    for b in ({p.removeprefix("blocks/"): a[i] for p, a in w.items() if p.startswith("blocks/")} for i in range(w["blocks/qkv"].shape[0])):
+    for layer in range(len(w["blocks/qkv"])):
+        b = {path.removeprefix("blocks/"): a[layer] for path, a in w.items() if path.startswith("blocks/")}
         y = norm(x, b["norm1_scale"], b["norm1_bias"])
         for n in range(num_heads):
             q, k, v = (y @ b["qkv"][:, n, i] + b["qkv_bias"][n, i] for i in range(3))
@@ -212,9 +215,8 @@ def gradient(config: TransformerConfig):
 
 
 def test_recomputed_blocks_have_the_same_gradients():
-    quick = {"xla_backend_optimization_level": 0}  # half the time to compile
     kept, recomputed = (
-        flatten(jax.jit(gradient(replace(TINY, remat=remat)), compiler_options=quick)(random_params(TINY)))
+        flatten(jax.jit(gradient(replace(TINY, remat=remat)), compiler_options=QUICK)(random_params(TINY)))
         for remat in ("none", "block")
     )
     for path in kept:
@@ -248,9 +250,8 @@ def test_bfloat16_logits_are_float32_and_close(param_dtype):
 
 def test_initial_values_have_gpt2s_standard_deviations():
     config = replace(TINY, embed_dim=64, num_layers=8, mlp_dim=256, vocab_size=256, padded_vocab_size=256, max_seq_len=64)
-    params = flatten(jax.jit(lambda: initial_params(config, jax.random.key(0)))())
-    found = {p: float(np.std(params[p])) for p in ("embed/tokens", "blocks/qkv", "blocks/mlp_in", "blocks/attn_out", "blocks/mlp_out")}
-    # "Language Models are Unsupervised Multitask Learners": layers that write to the residual stream, 1/sqrt(16) of the others.
-    assert found == pytest.approx(
-        {"embed/tokens": 0.02, "blocks/qkv": 0.02, "blocks/mlp_in": 0.02, "blocks/attn_out": 0.005, "blocks/mlp_out": 0.005}, rel=0.03
-    )
+    params = flatten(jax.jit(lambda: initial_params(config, jax.random.key(0)), compiler_options=QUICK)())
+    # "Language Models are Unsupervised Multitask Learners", 2.3: what writes to the residual stream has 1/sqrt(16) of 0.02.
+    expected = {"embed/tokens": 0.02} | {f"blocks/{name}": 0.02 for name in ("qkv", "mlp_in")}
+    expected |= {f"blocks/{name}": 0.005 for name in ("attn_out", "mlp_out")}
+    assert {path: float(np.std(params[path])) for path in expected} == pytest.approx(expected, rel=0.03)

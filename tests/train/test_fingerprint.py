@@ -90,7 +90,10 @@ def test_devices_agree_with_numpy_for_doubles():
         assert np.array_equal(device_digest(PATH, x), numpy_digest(PATH, x))
 
 
-@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp"), P(("data", "fsdp")), P("fsdp", "data"), P(None, ("data", "fsdp"))], ids=str)
+SPECS = [P(), P("fsdp"), P(None, "fsdp"), P(("data", "fsdp")), P("fsdp", "data"), P(None, ("data", "fsdp"))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("shape", [MeshShape(1, 8, 1), MeshShape(2, 4, 1)], ids=str)
 def test_sharding_does_not_change_the_digest(shape, spec):
     x = random_array(np.float32, (16, 24))

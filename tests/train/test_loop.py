@@ -85,18 +85,19 @@ def test_accumulation_does_not_change_the_loss(tmp_path):
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
 
-def test_accumulated_gradients_live_in_the_storage_layout():
-    from sharder.train.step import accumulate
+def test_accumulators_live_in_the_storage_layout():
+    """Every array that the accumulation loop carries from slot to slot is an eighth of its parameter."""
+    from sharder.train.stepping import Stepper
+    from sharder.train.step import compile_step
 
-    config = change(small(), parallel={"policy": "fsdp"}, train={"global_batch_size": 64, "microbatch_size": 2})
+    config = change(small(), parallel={"policy": "fsdp"}, train={"global_batch_size": 128, "microbatch_size": 4})
     setup = prepare(config)
     state = create_state(config, setup.declared, setup.state_shardings)
-    batch = {k: np.zeros((4, 16, 32), np.int32) for k in ("inputs", "targets")}
-    batch = jax.device_put(batch, setup.batch.sharding)
-    grads = jax.jit(lambda p, b: accumulate(setup, p, b, np.uint32(0), np.int32(0))[0])(state.params, batch)
-    for path, leaf in by_path(dataclasses.replace(state, params=grads)).items():
-        if path.startswith("params/"):
-            assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
+    batch = setup.batch.abstract({k: np.zeros((1, 32), np.int32) for k in ("inputs", "targets")})
+    compiled = compile_step(setup, Stepper(setup, None, [], None).arguments(state, batch, False))
+    loops = [line for line in compiled.as_text().splitlines() if " while(" in line and "f32[2,8,128]" in line]
+    # blocks/mlp_in is (2, 64, 128): divided it is (2, 8, 128), and nowhere in the loop's carry is it whole in float32.
+    assert loops and not any("f32[2,64,128]" in line for line in loops)
 
 
 @pytest.mark.parametrize("boundary", [4, 12], ids=["inside an epoch", "past an epoch's end"])

@@ -16,8 +16,9 @@ from sharder.train.step import apply_update
 
 MODEL = MlpConfig(input_dim=3, hidden_dim=5, num_layers=2, output_dim=2)
 OPTIMIZER = OptimizerConfig(
-    learning_rate=0.02, warmup_steps=4, decay_steps=20, final_lr_fraction=0.1, b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.3, clip_norm=1.5
-)
+    learning_rate=0.02, warmup_steps=4, decay_steps=20, final_lr_fraction=0.1,
+    b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.3, clip_norm=1.5,
+)  # fmt: skip
 CONFIG = RunConfig(model=MODEL, optimizer=OPTIMIZER, train=TrainConfig(ema_decay=0.75))
 STEPS = 6
 
@@ -29,10 +30,8 @@ def config_of(dtype: str) -> RunConfig:
 def draw_gradients(dtype: str) -> list[dict]:
     """Flat, one tree for each step; the even ones are clipped, the odd ones not."""
     rng, decls = np.random.default_rng(0), declare(MODEL).params
-    return [
-        {p: np.asarray(jnp.asarray((1.0 if step % 2 else 9.0) * 0.1 * rng.standard_normal(d.shape), dtype)) for p, d in decls.items()}
-        for step in range(STEPS)
-    ]
+    draw = lambda shape, size: np.asarray(jnp.asarray(size * rng.standard_normal(shape), dtype))  # noqa: E731
+    return [{p: draw(d.shape, 0.1 if step % 2 else 0.9) for p, d in decls.items()} for step in range(STEPS)]
 
 
 @cache
@@ -109,9 +108,9 @@ def test_step_counts_completed_updates():
 
 def test_the_average_follows_the_new_parameters():
     states = run("float32")
-    expected = flatten(states[0].params)
+    expected = {p: np.asarray(x, np.float64) for p, x in flatten(states[0].params).items()}
     for state in states[1:]:
-        expected = {p: 0.75 * np.asarray(expected[p], np.float64) + 0.25 * np.asarray(x) for p, x in flatten(state.params).items()}
+        expected = {p: 0.75 * expected[p] + 0.25 * np.asarray(x) for p, x in flatten(state.params).items()}
     for path, value in flatten(states[-1].ema).items():
         np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-7, err_msg=path)
 

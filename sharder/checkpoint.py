@@ -27,7 +27,8 @@ Leaves = dict[str, jax.Array]
 
 
 def folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+    # orbax takes absolute paths only.
+    return run_dir.resolve() / "checkpoints"
 
 
 def list_steps(run_dir: Path) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Literal, Union, get_args
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "block"]
 Policy = Literal["dp", "zero", "fsdp"]
+Reduction = Literal["exact", "fast"]
 Source = Literal["auto", "text", "synthetic"]
 Split = Literal["auto", "document", "range"]
 
@@ -151,11 +152,18 @@ class ParallelConfig:
     """Replicas that divide the state among themselves; unset: all replicas."""
     tensor: int = 1
     """Devices that compute one replica together."""
+    reduction: Reduction = "fast"
+    """exact: the same bits on any number of devices and processes; fast: the compiler's own order of additions."""
+    virtual_workers: int = 8
+    """Slices of every global batch in exact mode: a power of two and a multiple of the replicas; fixed for a run."""
     replicate: tuple[str, ...] = ()
     """Parameters that may stay whole although the policy divides them, by path."""
 
     def __post_init__(self):
         require_choice("parallel.policy", self.policy, Policy)
+        require_choice("parallel.reduction", self.reduction, Reduction)
+        workers = self.virtual_workers
+        require(workers >= 1 and workers & (workers - 1) == 0, "parallel.virtual_workers", workers, "a power of two")
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"parallel.{name}", value, "at least 1")

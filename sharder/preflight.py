@@ -43,6 +43,57 @@ def account_batch(config: RunConfig, num_replicas: int) -> Accounting:
     return Accounting(num_replicas, micro or batch // num_replicas, 1 if micro is None else batch // unit)
 
 
+@dataclass(frozen=True)
+class WorkerAccounting(Accounting):
+    """How a global batch is made up in exact mode: every slot is one virtual worker on each replica."""
+
+    num_microbatches: int
+    """Accumulation slots inside a worker."""
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.num_microbatches * super().global_batch_size
+
+    @property
+    def slot_size(self) -> int:
+        return self.num_microbatches * super().slot_size
+
+    def __str__(self) -> str:
+        inside = f" x {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        return (
+            f"exact: {self.num_replicas * self.num_slots} virtual workers of {self.microbatch_size}{inside} examples, {self.num_slots}"
+            f" on each of {self.num_replicas} replicas = {self.global_batch_size} examples per step"
+        )
+
+
+def account_workers(config: RunConfig, num_replicas: int) -> WorkerAccounting:
+    """Raises UserError where virtual workers do not fit the replicas or the batch, naming what would."""
+    batch, workers, micro = config.train.global_batch_size, config.parallel.virtual_workers, config.train.microbatch_size
+    if workers % num_replicas:
+        if num_replicas & (num_replicas - 1):
+            fits = [1 << i for i in range(num_replicas.bit_length())]
+            raise UserError(f"exact mode needs a power of two of replicas, but there are {num_replicas}: use one of {fits}.")
+        raise UserError(
+            f"--parallel.virtual-workers is {workers}, which does not divide over {num_replicas} replicas: a run of {workers} virtual"
+            f" workers cannot grow beyond {workers} replicas. Use {num_replicas} or more in a new run, or fewer replicas."
+        )
+    if batch % workers:
+        nearest = " or ".join(str(n) for n in (batch // workers * workers, -(-batch // workers) * workers) if n)
+        raise UserError(f"--train.global-batch-size is {batch}, which does not divide into {workers} virtual workers: use {nearest}.")
+    size = batch // workers
+    if micro and size % micro:
+        fits = [m for m in range(1, size + 1) if size % m == 0]
+        raise UserError(
+            f"--train.microbatch-size is {micro}, which does not divide the {size} examples of a virtual worker: use one of {fits}."
+        )
+    return WorkerAccounting(num_replicas, micro or size, workers // num_replicas, size // (micro or size))
+
+
+def account(config: RunConfig, num_replicas: int) -> Accounting:
+    """The accounting of the run's mode."""
+    return (account_workers if config.parallel.reduction == "exact" else account_batch)(config, num_replicas)
+
+
 def indivisible_dimensions(plan: Plan) -> list[str]:
     """One finding for each logical axis that does not divide, naming the parameters that have it."""
     groups: dict[tuple, list[Indivisible]] = {}
@@ -90,7 +141,7 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
             " would compute the same thing. Make it 1."
         )
     try:
-        account_batch(config, plan.mesh.num_replicas)
+        account(config, plan.mesh.num_replicas)
     except UserError as error:
         found.append(str(error))
     if not isinstance(config.model, MlpConfig) and config.data.seq_len > config.model.max_seq_len:

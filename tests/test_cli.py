@@ -119,6 +119,15 @@ def test_eval_works_on_another_number_of_devices(whole):
     assert loss == pytest.approx(logged, rel=1e-5)
 
 
+def test_a_relative_run_dir_is_saved_to_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for steps in (3, 5):
+        result = sharder("train", RECIPE, "--run-dir", "runs/a", "--train.steps", steps, "--cluster.cpu-devices", "1")
+        assert result.returncode == 0, result.stderr
+    assert "attempt 2, resumed at step 3" in result.stdout
+    assert sharder("eval", "runs/a").returncode == 0
+
+
 def test_print_config_is_json_and_starts_nothing(tmp_path):
     result = sharder("train", "tiny_lm", "--run-dir", tmp_path / "run", "--model.num-layers", "2", "--print-config")
     assert json.loads(result.stdout)["model"]["num_layers"] == 2

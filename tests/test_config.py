@@ -55,6 +55,14 @@ REFUSED = [
     (DataConfig, "shuffle_rounds", 9),
     (DataConfig, "shuffle_rounds", 1026),
     (DataConfig, "prefetch", 0),
+    (DataConfig, "source", "pickle"),
+    (DataConfig, "validation_split", "half"),
+    (ParallelConfig, "policy", "fsdpp"),
+    (ParallelConfig, "reduction", "exactly"),
+    (ParallelConfig, "virtual_workers", 6),
+    (TransformerConfig, "param_dtype", "float64"),
+    (TransformerConfig, "compute_dtype", "float16"),
+    (MlpConfig, "remat", "all"),
     *((ParallelConfig, name, 0) for name in ("data", "fsdp", "tensor")),
     (OptimizerConfig, "learning_rate", 0.0),
     (OptimizerConfig, "learning_rate", float("nan")),
@@ -106,7 +114,7 @@ def test_a_value_out_of_range_is_refused_by_option_and_value(cls, name, value):
 def test_every_check_has_a_refused_value():
     checked = set()
     for call in ast.walk(ast.parse(inspect.getsource(config_module))):
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "require" and isinstance(call.args[1], ast.Constant):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("require", "require_choice") and isinstance(call.args[1], ast.Constant):
             checked.add(call.args[1].value)
     assert len(checked) > 20 and checked <= {f"{SECTION[cls]}.{name}" for cls, name, _ in REFUSED}
 

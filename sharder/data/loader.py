@@ -55,6 +55,42 @@ class BatchLayout:
         return {k: jax.ShapeDtypeStruct(rows + x.shape[1:], x.dtype, sharding=self.sharding) for k, x in example.items()}
 
 
+@dataclass(frozen=True)
+class WorkerLayout(BatchLayout):
+    """Exact mode: in slot i replica r computes virtual worker i x replicas + r, which is one contiguous slice of the batch.
+
+    On the devices a batch is a list with one entry per slot, arrays (replicas x num_microbatches, microbatch_size, ...).
+    """
+
+    num_microbatches: int
+    """Accumulation slots inside a virtual worker."""
+
+    @property
+    def worker_size(self) -> int:
+        """Examples of one virtual worker."""
+        return self.slot_size // (self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+
+    def _slot_shape(self, example_shape: tuple[int, ...]) -> tuple[int, ...]:
+        microbatch_size = self.worker_size // self.num_microbatches
+        return (self.slot_size // microbatch_size, microbatch_size, *example_shape)
+
+    def to_devices(self, local: Batch) -> list[dict[str, jax.Array]]:
+        def put(x: np.ndarray) -> jax.Array:
+            shape = self._slot_shape(x.shape[1:])
+            return jax.make_array_from_process_local_data(self.slot_sharding, x.reshape(-1, *shape[1:]), shape)
+
+        slots = [{k: x.reshape(self.num_slots, -1, *x.shape[1:])[i] for k, x in local.items()} for i in range(self.num_slots)]
+        return [{k: put(x) for k, x in slot.items()} for slot in slots]
+
+    def abstract(self, example: Batch) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        shapes = {k: jax.ShapeDtypeStruct(self._slot_shape(x.shape[1:]), x.dtype, sharding=self.slot_sharding) for k, x in example.items()}
+        return [shapes] * self.num_slots
+
+    @property
+    def slot_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES))
+
+
 def read_step(dataset: Dataset, order: Order, layout: BatchLayout, step: int) -> Batch:
     """This process's rows of the batch of `step`, slot after slot."""
     start, stop = layout.local_rows()

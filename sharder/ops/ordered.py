@@ -109,20 +109,38 @@ def chunk_rows(x: jax.Array, dim: int, rows: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*before, rows, x.shape[dim] // rows, *after), dim, 0).reshape(rows, -1)
 
 
-def ordered_sum_of_squares(leaves: Sequence[jax.Array], dims: Sequence[int], chunks: Sequence[int], fsdp: Sequence[int]) -> jax.Array:
-    """Sum of the squares of all elements of all leaves, float32 scalar, the same bits however the leaves are divided.
+@dataclass(frozen=True)
+class Chunking:
+    """How a leaf is cut for the sum of its squares, and how much of it a device holds."""
 
-    Leaf i is cut along dims[i] into chunks[i] canonical chunks (a power of two); of these this device holds
-    chunks[i] / fsdp[i], where fsdp[i] is the size of the mesh axis, or 1 for a leaf that is whole here. Chunks are summed
-    in lanes, lanes by the tree, then chunks, then leaves (filled up with zeros). Traffic: one scalar per chunk.
+    dim: int
+    num_chunks: int
+    """Canonical chunks along `dim` of the whole leaf (of one tensor shard): a power of two."""
+    fsdp: int
+    """Devices of the fsdp axis that hold its chunks, in order; 1: every device holds all."""
+    tensor: int
+    """Devices of the tensor axis that hold different parts; 1: the leaf is whole over that axis."""
+
+
+def filled_pairwise_sum(x: jax.Array) -> jax.Array:
+    """`pairwise_sum` for any number of terms, filled up with zeros."""
+    missing = (1 << (x.shape[0] - 1).bit_length()) - x.shape[0]
+    return pairwise_sum(jnp.pad(x, (0, missing)))
+
+
+def ordered_sum_of_squares(leaves: Sequence[jax.Array], chunkings: Sequence[Chunking]) -> jax.Array:
+    """Sum of the squares of all elements of all leaves, float32 scalar, the same bits however the leaves are divided by fsdp.
+
+    Canonical chunks are summed in lanes, lanes by the tree, then chunks, tensor shards and leaves. Traffic: one scalar for
+    each chunk.
     """
-    rows = [c // f for c, f in zip(chunks, fsdp)]
-    lanes = jnp.concatenate([lane_squares(chunk_rows(x, d, r)) for x, d, r in zip(leaves, dims, rows)])
+    rows = [c.num_chunks // c.fsdp for c in chunkings]
+    lanes = jnp.concatenate([lane_squares(chunk_rows(x, c.dim, r)) for x, c, r in zip(leaves, chunkings, rows)])
     sums = pairwise_sum(lanes.T)
     totals, start = [], 0
-    for r, f in zip(rows, fsdp):
+    for r, c in zip(rows, chunkings):
         mine = sums[start : start + r]
-        totals.append(pairwise_sum(mine if f == 1 else jax.lax.all_gather(mine, "fsdp", tiled=True)))
+        total = pairwise_sum(mine if c.fsdp == 1 else jax.lax.all_gather(mine, "fsdp", tiled=True))
+        totals.append(total if c.tensor == 1 else filled_pairwise_sum(jax.lax.all_gather(total, "tensor")))
         start += r
-    padding = (1 << (len(totals) - 1).bit_length()) - len(totals)
-    return pairwise_sum(jnp.stack(totals + [jnp.float32(0)] * padding))
+    return filled_pairwise_sum(jnp.stack(totals))

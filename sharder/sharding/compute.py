@@ -38,9 +38,9 @@ _gather.defvjp(_gather_forward, _gather_backward)
 class ComputeLayout:
     """`sharder.ops.layout.Layout` on a mesh, as a plan says."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, gradient: Layout):
-        """`gradient`: the layout in which gradients leave a block."""
-        self.mesh, self.plan, self.gradient = mesh, plan, gradient
+    def __init__(self, mesh: Mesh, plan: Plan, gradient: Layout, storage: Layout = "storage"):
+        """`gradient`: the layout in which gradients leave a block. `storage`: that in which parameters come."""
+        self.mesh, self.plan, self.gradient, self.storage = mesh, plan, gradient, storage
 
     def weights(self, name: str, params: Tree, dtype: str) -> Tree:
         def one(path, p):
@@ -50,7 +50,7 @@ class ComputeLayout:
                 # In a scan the leading dimension (layers, never divided) is gone.
                 return NamedSharding(self.mesh, PartitionSpec(*leaf.spec(layout)[len(leaf.decl.shape) - p.ndim :]))
 
-            return _gather(p, dtype, sharding("storage"), sharding("compute"), sharding(self.gradient))
+            return _gather(p, dtype, sharding(self.storage), sharding("compute"), sharding(self.gradient))
 
         return jax.tree.map_with_path(one, params)
 
@@ -61,7 +61,7 @@ class ComputeLayout:
     def scanned(self, body: Body, remat: str) -> Body:
         if remat == "block":
             return jax.checkpoint(body)
-        if self.plan.policy == "fsdp":
+        if self.plan.policy == "fsdp" and self.storage == "storage":
             # Otherwise the gathered weights of every layer would be kept for the backward pass, and the model be whole
             # on every device. Products are kept, what is elementwise is computed again.
             return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)

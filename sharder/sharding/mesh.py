@@ -58,6 +58,11 @@ def resolve_mesh_shape(parallel: ParallelConfig, num_devices: int, num_local_dev
     return MeshShape(data, fsdp, tensor)
 
 
+def make_group_mesh(devices: tuple[jax.Device, ...]) -> Mesh:
+    """Mesh of one replica: all its devices along tensor."""
+    return Mesh(np.array(devices).reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
 def make_mesh(shape: MeshShape) -> Mesh:
     """Mesh over all devices of all processes, tensor fastest, so that a tensor group is inside one process."""
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))

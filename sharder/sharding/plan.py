@@ -16,6 +16,11 @@ from sharder.sharding.mesh import MeshShape
 from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
 
 
+MIN_SHARD_ELEMENTS = 2
+"""A parameter that fsdp would cut to shards of fewer elements stays whole: code for a single element is compiled in another
+way, and AdamW then has other bits (exact mode)."""
+
+
 def divisor(entry: str | tuple[str, ...] | None, mesh: MeshShape) -> int:
     """Into how many pieces one entry of a PartitionSpec cuts its dimension."""
     names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -34,6 +39,8 @@ class LeafPlan:
 
     path: str
     decl: ParamDecl
+    small: bool
+    """Whole because of MIN_SHARD_ELEMENTS."""
     storage: PartitionSpec
     compute: PartitionSpec
     update: PartitionSpec
@@ -77,10 +84,10 @@ class Plan:
         ]
 
     def undivided(self) -> list[str]:
-        """Parameters that stay whole on every replica although the policy divides parameters."""
+        """Parameters that stay whole on every replica although the policy divides parameters, and are not too small to divide."""
         if self.policy == "dp" or self.mesh.fsdp == 1:
             return []
-        return [p for p, leaf in self.leaves.items() if not any("fsdp" in (e or ()) for e in leaf.update)]
+        return [p for p, leaf in self.leaves.items() if not leaf.small and not any("fsdp" in (e or ()) for e in leaf.update)]
 
     def shardings(self, layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
         return {path: NamedSharding(mesh, leaf.spec(layout)) for path, leaf in self.leaves.items()}
@@ -95,7 +102,9 @@ def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: Parall
     for path, decl in decls.items():
         check_axes(path, decl, rules)
         specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
-        if path in parallel.replicate:
+        pieces = math.prod(divisor(entry, mesh) for entry in specs["update"])
+        small = mesh.fsdp > 1 and math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces
+        if small or path in parallel.replicate:
             specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
-        leaves[path] = LeafPlan(path, decl, **specs)
+        leaves[path] = LeafPlan(path, decl, small, **specs)
     return Plan(parallel.policy, mesh, rules, leaves)

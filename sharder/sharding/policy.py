@@ -27,10 +27,16 @@ def partition(axes: tuple[str, ...], rules: AxisRules, policy: str, layout: Layo
     """
     entries: list[list[str]] = [["tensor"] if a in rules.tensor else [] for a in axes]
     if layout in DIVIDED_BY_FSDP[policy]:
-        chosen = next((a for a in rules.storage_axes if a in axes), None)
-        if chosen is not None:
-            entries[axes.index(chosen)].append("fsdp")
+        dim = storage_dim(axes, rules)
+        if dim is not None:
+            entries[dim].append("fsdp")
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+
+
+def storage_dim(axes: tuple[str, ...], rules: AxisRules) -> int | None:
+    """The dimension that ZeRO and FSDP divide, whether the policy does so or not; None: the parameter has none."""
+    chosen = next((a for a in rules.storage_axes if a in axes), None)
+    return None if chosen is None else axes.index(chosen)
 
 
 def without_fsdp(spec: PartitionSpec) -> PartitionSpec:

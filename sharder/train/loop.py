@@ -14,16 +14,17 @@ import jax
 from sharder import __version__, checkpoint, cluster
 from sharder.config import RunConfig
 from sharder.data.dataset import Dataset
-from sharder.data.loader import open_loader, read_step
+from sharder.data.loader import open_loader
 from sharder.data.open import open_datasets
 from sharder.data.order import Order
 from sharder.events import EventLog
 from sharder.instrument.hardware import peak_flops
-from sharder.preflight import account_batch
+from sharder.preflight import account
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
 from sharder.train.evaluation import evaluate, make_eval_step
+from sharder.train.exact import ExactStep
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.run_dir import Attempt, Resume, begin, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
@@ -49,7 +50,8 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     events = open_run(setup, attempt, training, order)
 
     first_step = attempt.resume_step or 0
-    loader = open_loader(training, order, setup.batch, first_step, config.data.prefetch)
+    layout = setup.workers or setup.batch
+    loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     if attempt.resume_step is None:
         state = create_state(config, setup.declared, setup.state_shardings)
     else:
@@ -57,7 +59,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
         events.write("restored", first_step)
     writers = open_writers(config, run_dir, first_step)
     stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events)
-    compile_ahead(stepper, state, setup.batch.abstract(read_step(training, order, setup.batch, first_step)), events)
+    compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
     saver = checkpoint.Saver(run_dir, config.checkpoint)
     stop.training()
@@ -142,7 +144,7 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         f"{setup.declared.num_params:,} parameters; policy {setup.plan.policy}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor"
         f" {mesh.tensor}, {jax.process_count()} process(es); per device {size['params']:,} bytes of parameters,"
         f" {size['opt_state']:,} of optimizer state\n"
-        f"{account_batch(config, mesh.num_replicas)}; {epoch}, data SHA-256 {training.fingerprint[:16]}...\n"
+        f"{account(config, mesh.num_replicas)}; {epoch}, data SHA-256 {training.fingerprint[:16]}...\n"
         f"attempt {attempt.number}, {began}, to step {config.train.steps}; {run_dir}",
         flush=True,
     )
@@ -174,7 +176,8 @@ def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
 def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: EventLog) -> None:
     """Compiles the step before the loop, so that no step's time contains it."""
     started = time.perf_counter()
-    stepper.train_step = compile_step(stepper.setup, stepper.arguments(state, batch, False))
+    setup, arguments = stepper.setup, stepper.arguments(state, batch, False)
+    stepper.train_step = ExactStep(setup, setup.workers, arguments) if setup.workers else compile_step(setup, arguments)
     events.write("compiled", compile_s=round(time.perf_counter() - started, 3))
     stepper.resume_clock()
 

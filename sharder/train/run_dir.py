@@ -12,9 +12,9 @@ from sharder.events import end_with_newline, read_json_lines
 Resume = Literal["auto", "never", "must"]
 
 # What may change between the attempts of a run; everything else decides its numbers.
-FREE_SECTIONS = {"parallel", "checkpoint", "cluster", "log"}
+FREE_SECTIONS = {"checkpoint", "cluster", "log"}
 FREE_FIELDS = {
-    "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.microbatch_size", "train.log_every",
+    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.microbatch_size", "train.log_every",
     "train.validate_every", "train.validation_batches", "model.remat",
 }  # fmt: skip
 

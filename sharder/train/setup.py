@@ -6,9 +6,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.config import RunConfig
-from sharder.data.loader import BatchLayout
+from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
-from sharder.preflight import account_batch, check
+from sharder.preflight import account_batch, account_workers, check
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.state import TrainState, shardings, state_specs
@@ -23,6 +23,9 @@ class Setup:
     plan: Plan
     mesh: Mesh
     batch: BatchLayout
+    """Of the declarative step and of evaluations."""
+    workers: WorkerLayout | None
+    """Of the exact step; None in fast mode."""
     state_shardings: TrainState
 
     def replicated(self) -> NamedSharding:
@@ -35,7 +38,12 @@ def prepare(config: RunConfig) -> Setup:
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     check(config, plan)
-    accounting = account_batch(config, shape.num_replicas)
     mesh = make_mesh(shape)
-    batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
-    return Setup(config, declared, plan, mesh, batch, shardings(state_specs(config, declared, plan), mesh))
+    if config.parallel.reduction == "exact":
+        whole = account_workers(config, shape.num_replicas)
+        workers = WorkerLayout(mesh, whole.num_slots, whole.slot_size, whole.num_microbatches)
+        batch = BatchLayout(mesh, whole.num_slots, whole.slot_size)
+    else:
+        accounting, workers = account_batch(config, shape.num_replicas), None
+        batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
+    return Setup(config, declared, plan, mesh, batch, workers, shardings(state_specs(config, declared, plan), mesh))

@@ -1,0 +1,194 @@
+"""A training step of tiny_lm on one CPU device: its time, beside PyTorch's; its fingerprint; the way to the first step.
+
+Prints one JSON line for each figure. Parts that are compared run in turns, each in a process of its own.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lines import OPTIONS, QUICK, Figures, Pieces, export_steps, resolve, run, run_part, serve_part
+
+WARM_UP = 3
+
+
+def ours(config: dict, num_steps: int, export: str | None) -> dict:
+    """Seconds of each step and the losses; `export` also writes what PyTorch needs in order to take the same steps."""
+    from sharder.data.loader import open_loader
+
+    pieces = Pieces(config)
+    if export:
+        export_steps(pieces, export, num_steps)
+    loader = open_loader(pieces.dataset, pieces.order, pieces.setup.batch, 0, config["data"]["prefetch"])
+    records = pieces.take_steps(loader, num_steps)
+    loader.close()
+    return {"seconds": [r["step_time_s"] for r in records], "losses": [r["loss"] for r in records]}
+
+
+def pytorch(config: dict, num_steps: int, saved: str) -> dict:
+    """The same steps, eagerly, from the same parameters, on batches that lie in memory already."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(os.cpu_count())
+    arrays, given = np.load(saved), config["optimizer"]
+    p = {name[7:]: torch.tensor(arrays[name]).requires_grad_() for name in arrays.files if name.startswith("params/")}
+    groups = [{"params": [], "weight_decay": given["weight_decay"]}, {"params": [], "weight_decay": 0.0}]
+    for name, x in p.items():
+        groups[x.ndim < 2 or name == "embed/positions"]["params"].append(x)
+    # Fused is the fastest of the eager implementations.
+    adamw = torch.optim.AdamW(groups, betas=(given["b1"], given["b2"]), eps=given["eps"], fused=True)
+    inputs, targets = torch.from_numpy(arrays["inputs"]), torch.from_numpy(arrays["targets"])
+    seconds, losses = [], []
+    for x_BT, y_BT, rate in zip(inputs, targets, arrays["rates"].tolist()):
+        started = time.perf_counter()
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.zero_grad()
+        loss = torch_loss(p, config["model"], x_BT, y_BT, torch.nn.functional)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(p.values(), given["clip_norm"])
+        adamw.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": seconds, "losses": losses}
+
+
+def torch_loss(p: dict, model: dict, x_BT, y_BT, F):
+    """Mean cross-entropy of the pre-layer-norm transformer with learned positions, from PyTorch's own layers."""
+    B, T = x_BT.shape
+    N, D = model["num_heads"], model["embed_dim"]
+
+    def norm(x_BTD, at):
+        return F.layer_norm(x_BTD, (D,), p[f"{at}_scale"], p[f"{at}_bias"], eps=1e-5)
+
+    def linear(x_BTD, at):
+        return F.linear(x_BTD, p[at], p[f"{at}_bias"])
+
+    x_BTD = F.embedding(x_BT, p["embed/tokens"]) + p["embed/positions"][:T]
+    for layer in range(model["num_layers"]):
+        block = f"blocks/{layer}"
+        qkv = linear(norm(x_BTD, block + "norm1"), block + "qkv").chunk(3, dim=-1)
+        q, k, v = (z.view(B, T, N, D // N).transpose(1, 2) for z in qkv)
+        y_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        x_BTD = x_BTD + linear(y_BTD, block + "attn_out")
+        h_BTF = F.gelu(linear(norm(x_BTD, block + "norm2"), block + "mlp_in"), approximate="tanh")
+        x_BTD = x_BTD + linear(h_BTF, block + "mlp_out")
+    logits = F.linear(norm(x_BTD, "head/norm"), p["head/out"])
+    return F.cross_entropy(logits.view(B * T, -1), y_BT.view(-1))
+
+
+def fingerprint(config: dict, num_steps: int) -> dict:
+    """Seconds of the step with and without the digests and of the digests alone, in turns, each waited for."""
+    import jax
+    import jax.numpy as jnp
+
+    from sharder.train import step
+    from sharder.train.state import by_path
+
+    pieces, digests = Pieces(config), step.digests
+    batch, programs = pieces.setup.batch.to_devices(pieces.read(0)), {"with": pieces.stepper.train_step}
+    step.digests = lambda leaves: jnp.zeros((len(leaves), 2), jnp.uint32)
+    programs |= {"without": pieces.compile(), "alone": jax.jit(lambda state: digests(by_path(state)))}
+    seconds = {name: [] for name in programs}
+    for _ in range(num_steps):
+        for name, program in programs.items():
+            given = (pieces.state,) if name == "alone" else pieces.stepper.arguments(pieces.state, batch, False)
+            started = time.perf_counter()
+            result = jax.block_until_ready(program(*given))
+            seconds[name].append(time.perf_counter() - started)
+            if name != "alone":
+                pieces.state, metrics = result
+                assert metrics["digests"].any() == (name == "with"), f"the step {name} digests is not what it should be"
+    return {name: statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+
+
+PARTS = {"ours": ours, "pytorch": pytorch, "fingerprint": fingerprint}
+
+
+def measure_step(figures: Figures, config: dict, torch_python: str, folder: Path, rounds: int, num_steps: int) -> None:
+    has_torch, saved = figures.facts["torch"] is not None, str(folder / "steps.npz")
+    num_tokens = config["train"]["global_batch_size"] * config["data"]["seq_len"]
+    mine, theirs = [], []
+    for number in range(rounds):
+        export = saved if has_torch and number == 0 else None
+        mine.append(run_part(__file__, "ours", config=config, num_steps=WARM_UP + num_steps, export=export))
+        if has_torch:
+            arguments = {"config": config, "num_steps": WARM_UP + num_steps, "saved": saved}
+            theirs.append(run_part(__file__, "pytorch", torch_python, **arguments))
+
+    def median(parts: list[dict]) -> tuple[float, str]:
+        each = [statistics.median(part["seconds"][WARM_UP:]) for part in parts]
+        over = f"median of {num_steps} steps after {WARM_UP} in each of {rounds} processes, whose medians are {min(each):.4g} to {max(each):.4g} s"
+        return statistics.median(itertools.chain(*(part["seconds"][WARM_UP:] for part in parts))), over
+
+    step_s, how = median(mine)
+    figures.print("step_s", step_s, "s", f"tiny_lm, 1 CPU device, fingerprint, metrics and loader included; {how}")
+    figures.print("tokens_per_s", num_tokens / step_s, "tokens/s", f"{num_tokens} tokens in step_s")
+    if not has_torch:
+        figures.print("torch", None, None, f"PyTorch is not installed in {torch_python}: nothing to compare with (--torch-python)")
+        return
+    torch_s, how = median(theirs)
+    apart = max(abs(a - b) for a, b in zip(mine[0]["losses"], theirs[0]["losses"]))
+    if apart > 1e-3:  # 1.4e-5 after 23 steps; 0.3 with q, k and v mixed up
+        raise RuntimeError(f"PyTorch's losses are up to {apart} nats away from ours: the models differ, and a comparison says nothing")
+    figures.print("torch_step_s", torch_s, "s", f"PyTorch on CPU, eager, fused AdamW, {os.cpu_count()} threads, in turns with ours; {how}")
+    figures.print("torch_tokens_per_s", num_tokens / torch_s, "tokens/s", f"{num_tokens} tokens in torch_step_s")
+    figures.print("ratio_to_torch", torch_s / step_s, "x", "tokens_per_s / torch_tokens_per_s; aim 1.2")
+    figures.print("loss_apart", apart, "nats", "largest difference of our loss and PyTorch's at a step, from equal parameters")
+
+
+def measure_fingerprint(figures: Figures, config: dict, num_steps: int) -> None:
+    seconds = run_part(__file__, "fingerprint", config=config, num_steps=WARM_UP + num_steps)
+    share, growth = seconds["alone"] / seconds["with"], seconds["with"] / seconds["without"] - 1
+    how = f"median of {num_steps}, in turns with the other two in one process, each waited for"
+    figures.print("fingerprint_alone_s", seconds["alone"], "s", f"digests of the whole state as a program of their own; {how}")
+    figures.print("fingerprint_share", 100 * share, "%", "fingerprint_alone_s / step with fingerprint")
+    figures.print("step_without_fingerprint_s", seconds["without"], "s", f"step whose digests are zeros; {how}")
+    figures.print("fingerprint_growth", 100 * growth, "%", "growth of the step from without to with fingerprint")
+
+
+def measure_start(figures: Figures, options: tuple[str, ...], folder: Path, rounds: int) -> None:
+    """Real commands, in pairs: with an empty folder of compiled programs, then with what the first left in it."""
+    seconds, peaks = {"cold": [], "warm": []}, {"cold": [], "warm": []}
+    for number, temperature in itertools.product(range(rounds), ("cold", "warm")):
+        run_dir, cache = folder / f"{temperature}-{number}", folder / f"compiled-{number}"
+        command = [sys.executable, "-m", "sharder", "train", "tiny_lm", "--run-dir", str(run_dir), "--train.steps", "2"]
+        finished = run([*command, *options, "--cluster.compile-cache", str(cache)])
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+        first = next(event["time_s"] for event in events if event["kind"] == "first_step")
+        seconds[temperature].append(first - finished.started_s)
+        peaks[temperature].append(finished.peak_bytes)
+    for temperature, meaning in (("cold", "an empty compile cache"), ("warm", "a warm compile cache, aim 1.5 s")):
+        each = ", ".join(f"{value:.2f}" for value in seconds[temperature])
+        how = f"`sharder train tiny_lm`, process start to first step finished, {meaning}; median of {each} s"
+        figures.print(f"first_step_{temperature}_s", statistics.median(seconds[temperature]), "s", how)
+        how = f"largest resident set of that command (getrusage), from start to final save, median of {rounds}"
+        figures.print(f"peak_memory_{temperature}", statistics.median(peaks[temperature]), "bytes", how)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps, to see that everything works")
+    parser.add_argument("--torch-python", default=sys.executable, help="interpreter that has PyTorch, if not this one")
+    given = parser.parse_args()
+    options = OPTIONS + (QUICK if given.quick else ())
+    rounds, num_steps, starts = (1, 3, 1) if given.quick else (3, 20, 3)
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as name:
+        folder = Path(name)
+        config = resolve((*options, "--cluster.compile-cache", str(folder / "compiled")))
+        figures = Figures("step", config, given.torch_python)
+        measure_step(figures, config, given.torch_python, folder, rounds, num_steps)
+        measure_fingerprint(figures, config, num_steps)
+        measure_start(figures, options, folder, starts)
+
+
+if __name__ == "__main__":
+    serve_part(PARTS)
+    main()

@@ -1,0 +1,82 @@
+"""The benchmarks' machinery, on a small model and few steps: every line is a figure. Their values are not looked at."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small import environment
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+STEP = {
+    "step_s", "tokens_per_s", "fingerprint_alone_s", "fingerprint_share", "step_without_fingerprint_s", "fingerprint_growth",
+    "first_step_cold_s", "first_step_warm_s", "peak_memory_cold", "peak_memory_warm",
+}  # fmt: skip
+TORCH = {"torch_step_s", "torch_tokens_per_s", "ratio_to_torch", "loss_apart"}
+LOADER = {"step_s", "step_slow_loader_s", "growth", "data_wait_s", "data_wait_slow_loader_s", "growth_without_overlap"}
+FACTS = {"bench", "figure", "value", "unit", "how", "model", "python", "jax", "torch", "cpu_count", "load_before", "data_sha256"}
+
+
+def quick(name: str, *arguments: str) -> dict[str, dict]:
+    """The lines of a benchmark by figure; all are JSON and say what they depend on."""
+    command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(set(line) == FACTS and line["bench"] == name for line in lines)
+    assert len({line["figure"] for line in lines}) == len(lines)
+    return {line["figure"]: line for line in lines}
+
+
+def test_loader_prints_its_figures():
+    lines = quick("loader")
+    assert set(lines) == LOADER
+    assert all(math.isfinite(line["value"]) for line in lines.values())
+
+
+def test_step_prints_its_figures_with_and_without_torch():
+    lines = quick("step")
+    if importlib.util.find_spec("torch"):
+        expected = STEP | TORCH
+    else:
+        assert lines.pop("torch")["value"] is None
+        expected = STEP
+    assert set(lines) == expected
+    assert all(math.isfinite(line["value"]) for line in lines.values())
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The benchmarks' modules, importable as they are when started as scripts."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return lambda name: __import__(name)
+
+
+def test_a_part_that_fails_shows_why(bench):
+    with pytest.raises(RuntimeError, match="KeyError: 'no such part'"):
+        bench("lines").run_part(str(BENCH / "loader.py"), "no such part")
+
+
+def test_peak_memory_is_that_of_the_process():
+    # In a process of its own: a child's peak begins with what its parent held, and pytest holds much.
+    code = "from lines import run; import sys; print(run([sys.executable, '-c', 'x = b\"1\" * 300_000_000']).peak_bytes)"
+    peak = int(subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True).stdout)
+    assert 300_000_000 < peak < 330_000_000
+
+
+def test_a_slow_dataset_takes_its_time_and_reads_the_same(bench):
+    import time
+
+    import numpy as np
+
+    from sharder.data.synthetic import SyntheticTokens
+
+    dataset, ids = SyntheticTokens(10, 4, 8), np.arange(3)
+    started = time.perf_counter()
+    batch = bench("loader").Slow(dataset, 0.2).read(ids)
+    assert 0.2 <= time.perf_counter() - started
+    assert (batch["inputs"] == dataset.read(ids)["inputs"]).all()

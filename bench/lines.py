@@ -15,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 # One CPU device, whatever else the machine has, and nothing between the steps.
-OPTIONS = ("--cluster.cpu-devices", "1", "--train.validate-every", "0", "--train.validation-batches", "1", "--checkpoint.every", "0")
+OPTIONS = (
+    "--cluster.cpu-devices", "1", "--train.validate-every", "0", "--train.validation-batches", "1", "--checkpoint.every", "0",
+)  # fmt: skip
 QUICK = (
     "--model.embed-dim", "32", "--model.mlp-dim", "64", "--model.num-layers", "2", "--model.max-seq-len", "32",
     "--data.seq-len", "32", "--train.global-batch-size", "8",
@@ -66,31 +68,29 @@ def resolve(options: tuple[str, ...]) -> dict:
     return json.loads(run([sys.executable, "-m", "sharder", "train", "tiny_lm", *options, "--print-config"]).stdout)
 
 
-class Figures:
-    """Prints one JSON line for each figure, with what it depends on beside it."""
+def gather_facts(config: dict, torch_python: str = sys.executable) -> dict:
+    """What figures depend on, to be gathered before the benchmark itself makes the machine busy."""
+    from sharder.config import from_dict
+    from sharder.data.open import open_datasets
 
-    def __init__(self, bench: str, config: dict, torch_python: str = sys.executable):
-        from sharder.config import from_dict
-        from sharder.data.open import open_datasets
+    load, model = round(os.getloadavg()[0], 2), config["model"]
+    if load > 0.5:
+        print(f"warning: the load of this machine is {load} already: times will be too long", file=sys.stderr)
+    asked = subprocess.run([torch_python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    return {
+        "model": f"{model['num_layers']} layers of {model['embed_dim']}",
+        "torch": asked.stdout.strip() if asked.returncode == 0 else None,
+        "load_before": load,
+        "data_sha256": open_datasets(from_dict(config))[0].fingerprint,
+    }
 
-        asked = subprocess.run([torch_python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
-        model, self.bench = config["model"], bench
-        load = round(os.getloadavg()[0], 2)
-        if load > 0.5:
-            print(f"warning: the load of this machine is {load} before the benchmark begins: times will be too long", file=sys.stderr)
-        self.facts = {
-            "model": f"{model['num_layers']} layers of {model['embed_dim']}",
-            "python": sys.version.split()[0],
-            "jax": metadata.version("jax"),
-            "torch": asked.stdout.strip() if asked.returncode == 0 else None,
-            "cpu_count": os.cpu_count(),
-            "load_before": load,
-            "data_sha256": open_datasets(from_dict(config))[0].fingerprint,
-        }
 
-    def print(self, figure: str, value: float | int | None, unit: str | None, how: str) -> None:
-        value = float(f"{value:.6g}") if isinstance(value, float) else value
-        print(json.dumps({"bench": self.bench, "figure": figure, "value": value, "unit": unit, "how": how} | self.facts), flush=True)
+def print_figure(bench: str, figure: str, value: float | None, unit: str | None, how: str, facts: dict | None = None) -> None:
+    """One JSON line, with the versions and what else the figure depends on."""
+    value = float(f"{value:.6g}") if isinstance(value, float) else value
+    machine = {"python": sys.version.split()[0], "jax": metadata.version("jax"), "cpu_count": os.cpu_count()}
+    line = {"bench": bench, "figure": figure, "value": value, "unit": unit, "how": how}
+    print(json.dumps(line | machine | (facts or {})), flush=True)
 
 
 class Records(list):
@@ -117,6 +117,8 @@ class Pieces:
         config = from_dict(tree)
         cluster.initialize(config.cluster)
         self.setup = prepare(config)
+        # Exact mode divides the batch otherwise.
+        self.layout = getattr(self.setup, "workers", None) or self.setup.batch
         self.dataset, _ = open_datasets(config)
         self.order = Order(len(self.dataset), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
         self.state = create_state(config, self.setup.declared, self.setup.state_shardings)
@@ -129,14 +131,14 @@ class Pieces:
         """Compiles the step anew, and returns it."""
         from sharder.train.loop import compile_ahead
 
-        compile_ahead(self.stepper, self.state, self.setup.batch.abstract(self.read(0)), self.stepper.events)
+        compile_ahead(self.stepper, self.state, self.layout.abstract(self.read(0)), self.stepper.events)
         return self.stepper.train_step
 
     def read(self, step: int) -> dict:
         """The examples of a step, in host memory."""
         from sharder.data.loader import read_step
 
-        return read_step(self.dataset, self.order, self.setup.batch, step)
+        return read_step(self.dataset, self.order, self.layout, step)
 
     def take_steps(self, loader, num_steps: int) -> list[dict]:
         """The records of the next steps, taken as the loop takes them."""

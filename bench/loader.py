@@ -10,9 +10,10 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from lines import OPTIONS, QUICK, Figures, Pieces, resolve, run_part, serve_part
+from lines import OPTIONS, QUICK, Pieces, gather_facts, print_figure, resolve, run_part, serve_part
 
 SLOWNESS = 0.8
 """Reading time as a fraction of the step's."""
@@ -46,7 +47,7 @@ class Inline:
         from sharder.data.loader import read_step
 
         jax.block_until_ready(self.pieces.state)
-        started, layout = time.perf_counter(), self.pieces.setup.batch
+        started, layout = time.perf_counter(), self.pieces.layout
         batch = layout.to_devices(read_step(self.dataset, self.pieces.order, layout, self.pieces.step))
         self.wait_s = time.perf_counter() - started
         return batch
@@ -62,7 +63,7 @@ def overlap(config: dict, num_rounds: int, num_steps: int) -> dict:
     pieces, taken = Pieces(config), defaultdict(list)
 
     def prefetched(dataset):
-        return open_loader(dataset, pieces.order, pieces.setup.batch, pieces.step, config["data"]["prefetch"])
+        return open_loader(dataset, pieces.order, pieces.layout, pieces.step, config["data"]["prefetch"])
 
     def block(way: str, loader) -> None:
         taken[way].append(pieces.take_steps(loader, WARM_UP + num_steps)[WARM_UP:])
@@ -98,19 +99,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder:
         options = OPTIONS + (QUICK if given.quick else ())
         config = resolve((*options, "--cluster.compile-cache", folder))
-        figures = Figures("loader", config)
+        show = partial(print_figure, "loader", facts=gather_facts(config))
         taken = run_part(__file__, "overlap", config=config, num_rounds=num_rounds, num_steps=num_steps)
     usual, slow, control = taken["usual"], taken["slow"], taken["control"]
     how = f"median of {num_rounds} rounds of {num_steps} steps after {WARM_UP}, usual and slow in turns"
     slowed = f"each read slowed down to {SLOWNESS:.0%} of the round's median usual step"
     hidden = f"growth from the usual loader to the slow one, median over the rounds: {slowed}; aim below 5"
-    shown = f"control: as growth, but each slow read begins when the step before is done; near {SLOWNESS:.0%} if the machine is quiet"
-    figures.print("step_s", median(usual, "step_time_s"), "s", f"tiny_lm, 1 CPU device, the loader as it is; {how}")
-    figures.print("step_slow_loader_s", median(slow, "step_time_s"), "s", f"{slowed}; {how}")
-    figures.print("growth", growth(usual, slow), "%", hidden)
-    figures.print("data_wait_s", median(usual, "data_wait_s"), "s", f"wait of a step for its batch, the loader as it is; {how}")
-    figures.print("data_wait_slow_loader_s", median(slow, "data_wait_s"), "s", f"wait of a step for its batch, {slowed}; {how}")
-    figures.print("growth_without_overlap", growth(usual[-1:], control), "%", shown)
+    shown = f"control: as growth, but a slow read begins when the step before is done; near {SLOWNESS:.0%} if it is quiet"
+    show("step_s", median(usual, "step_time_s"), "s", f"tiny_lm, 1 CPU device, the loader as it is; {how}")
+    show("step_slow_loader_s", median(slow, "step_time_s"), "s", f"{slowed}; {how}")
+    show("growth", growth(usual, slow), "%", hidden)
+    show("data_wait_s", median(usual, "data_wait_s"), "s", f"wait of a step for its batch, the loader as it is; {how}")
+    show("data_wait_slow_loader_s", median(slow, "data_wait_s"), "s", f"wait of a step for its batch, {slowed}; {how}")
+    show("growth_without_overlap", growth(usual[-1:], control), "%", shown)
 
 
 if __name__ == "__main__":

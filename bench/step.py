@@ -11,9 +11,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from lines import OPTIONS, QUICK, Figures, Pieces, export_steps, resolve, run, run_part, serve_part
+from lines import OPTIONS, QUICK, Pieces, export_steps, gather_facts, print_figure, resolve, run, run_part, serve_part
 
 WARM_UP = 3
 
@@ -25,7 +27,7 @@ def ours(config: dict, num_steps: int, export: str | None) -> dict:
     pieces = Pieces(config)
     if export:
         export_steps(pieces, export, num_steps)
-    loader = open_loader(pieces.dataset, pieces.order, pieces.setup.batch, 0, config["data"]["prefetch"])
+    loader = open_loader(pieces.dataset, pieces.order, pieces.layout, 0, config["data"]["prefetch"])
     records = pieces.take_steps(loader, num_steps)
     loader.close()
     return {"seconds": [r["step_time_s"] for r in records], "losses": [r["loss"] for r in records]}
@@ -93,7 +95,7 @@ def fingerprint(config: dict, num_steps: int) -> dict:
     from sharder.train.state import by_path
 
     pieces, digests = Pieces(config), step.digests
-    batch, programs = pieces.setup.batch.to_devices(pieces.read(0)), {"with": pieces.stepper.train_step}
+    batch, programs = pieces.layout.to_devices(pieces.read(0)), {"with": pieces.stepper.train_step}
     step.digests = lambda leaves: jnp.zeros((len(leaves), 2), jnp.uint32)
     programs |= {"without": pieces.compile(), "alone": jax.jit(lambda state: digests(by_path(state)))}
     seconds = {name: [] for name in programs}
@@ -112,49 +114,49 @@ def fingerprint(config: dict, num_steps: int) -> dict:
 PARTS = {"ours": ours, "pytorch": pytorch, "fingerprint": fingerprint}
 
 
-def measure_step(figures: Figures, config: dict, torch_python: str, folder: Path, rounds: int, num_steps: int) -> None:
-    has_torch, saved = figures.facts["torch"] is not None, str(folder / "steps.npz")
+def pool(parts: list[dict]) -> tuple[float, str]:
+    """Median of the steps of all parts after their warm-up, and how it came about."""
+    warm = [part["seconds"][WARM_UP:] for part in parts]
+    each = ", ".join(f"{statistics.median(seconds):.4g}" for seconds in warm)
+    how = f"median of {len(warm[0])} steps after {WARM_UP} in each of {len(warm)} processes, which alone have {each} s"
+    return statistics.median(itertools.chain(*warm)), how
+
+
+def measure_step(show: Callable, config: dict, torch_python: str | None, folder: Path, rounds: int, num_steps: int) -> None:
+    saved = str(folder / "steps.npz")
     num_tokens = config["train"]["global_batch_size"] * config["data"]["seq_len"]
-    mine, theirs = [], []
-    for number in range(rounds):
-        export = saved if has_torch and number == 0 else None
-        mine.append(run_part(__file__, "ours", config=config, num_steps=WARM_UP + num_steps, export=export))
-        if has_torch:
-            arguments = {"config": config, "num_steps": WARM_UP + num_steps, "saved": saved}
-            theirs.append(run_part(__file__, "pytorch", torch_python, **arguments))
-
-    def median(parts: list[dict]) -> tuple[float, str]:
-        each = [statistics.median(part["seconds"][WARM_UP:]) for part in parts]
-        over = f"median of {num_steps} steps after {WARM_UP} in each of {rounds} processes, whose medians are {min(each):.4g} to {max(each):.4g} s"
-        return statistics.median(itertools.chain(*(part["seconds"][WARM_UP:] for part in parts))), over
-
-    step_s, how = median(mine)
-    figures.print("step_s", step_s, "s", f"tiny_lm, 1 CPU device, fingerprint, metrics and loader included; {how}")
-    figures.print("tokens_per_s", num_tokens / step_s, "tokens/s", f"{num_tokens} tokens in step_s")
-    if not has_torch:
-        figures.print("torch", None, None, f"PyTorch is not installed in {torch_python}: nothing to compare with (--torch-python)")
+    arguments, mine, theirs = {"config": config, "num_steps": WARM_UP + num_steps}, [], []
+    for _ in range(rounds):
+        mine.append(run_part(__file__, "ours", export=saved if torch_python and not theirs else None, **arguments))
+        if torch_python:
+            theirs.append(run_part(__file__, "pytorch", torch_python, saved=saved, **arguments))
+    step_s, how = pool(mine)
+    show("step_s", step_s, "s", f"tiny_lm, 1 CPU device, fingerprint, metrics and loader included; {how}")
+    show("tokens_per_s", num_tokens / step_s, "tokens/s", f"{num_tokens} tokens in step_s")
+    if not torch_python:
+        show("torch", None, None, "PyTorch is not installed: nothing to compare with (see --torch-python)")
         return
-    torch_s, how = median(theirs)
-    apart = max(abs(a - b) for a, b in zip(mine[0]["losses"], theirs[0]["losses"]))
+    torch_s, how = pool(theirs)
+    apart = max(abs(a - b) for a, b in zip(mine[0]["losses"], theirs[0]["losses"], strict=True))
     if apart > 1e-3:  # 1.4e-5 after 23 steps; 0.3 with q, k and v mixed up
-        raise RuntimeError(f"PyTorch's losses are up to {apart} nats away from ours: the models differ, and a comparison says nothing")
-    figures.print("torch_step_s", torch_s, "s", f"PyTorch on CPU, eager, fused AdamW, {os.cpu_count()} threads, in turns with ours; {how}")
-    figures.print("torch_tokens_per_s", num_tokens / torch_s, "tokens/s", f"{num_tokens} tokens in torch_step_s")
-    figures.print("ratio_to_torch", torch_s / step_s, "x", "tokens_per_s / torch_tokens_per_s; aim 1.2")
-    figures.print("loss_apart", apart, "nats", "largest difference of our loss and PyTorch's at a step, from equal parameters")
+        raise RuntimeError(f"PyTorch's losses are up to {apart} nats away from ours: it trains another model or on other data")
+    show("torch_step_s", torch_s, "s", f"PyTorch on CPU, eager, fused AdamW, all cores, in turns with ours; {how}")
+    show("torch_tokens_per_s", num_tokens / torch_s, "tokens/s", f"{num_tokens} tokens in torch_step_s")
+    show("ratio_to_torch", torch_s / step_s, "x", "tokens_per_s / torch_tokens_per_s; aim 1.2")
+    show("loss_apart", apart, "nats", "largest difference of our loss and PyTorch's at a step, from equal parameters")
 
 
-def measure_fingerprint(figures: Figures, config: dict, num_steps: int) -> None:
+def measure_fingerprint(show: Callable, config: dict, num_steps: int) -> None:
     seconds = run_part(__file__, "fingerprint", config=config, num_steps=WARM_UP + num_steps)
     share, growth = seconds["alone"] / seconds["with"], seconds["with"] / seconds["without"] - 1
     how = f"median of {num_steps}, in turns with the other two in one process, each waited for"
-    figures.print("fingerprint_alone_s", seconds["alone"], "s", f"digests of the whole state as a program of their own; {how}")
-    figures.print("fingerprint_share", 100 * share, "%", "fingerprint_alone_s / step with fingerprint")
-    figures.print("step_without_fingerprint_s", seconds["without"], "s", f"step whose digests are zeros; {how}")
-    figures.print("fingerprint_growth", 100 * growth, "%", "growth of the step from without to with fingerprint")
+    show("fingerprint_alone_s", seconds["alone"], "s", f"digests of the whole state as a program of their own; {how}")
+    show("fingerprint_share", 100 * share, "%", "fingerprint_alone_s / step with fingerprint")
+    show("step_without_fingerprint_s", seconds["without"], "s", f"step whose digests are zeros; {how}")
+    show("fingerprint_growth", 100 * growth, "%", "growth of the step from without to with fingerprint")
 
 
-def measure_start(figures: Figures, options: tuple[str, ...], folder: Path, rounds: int) -> None:
+def measure_start(show: Callable, options: tuple[str, ...], folder: Path, rounds: int) -> None:
     """Real commands, in pairs: with an empty folder of compiled programs, then with what the first left in it."""
     seconds, peaks = {"cold": [], "warm": []}, {"cold": [], "warm": []}
     for number, temperature in itertools.product(range(rounds), ("cold", "warm")):
@@ -168,9 +170,9 @@ def measure_start(figures: Figures, options: tuple[str, ...], folder: Path, roun
     for temperature, meaning in (("cold", "an empty compile cache"), ("warm", "a warm compile cache, aim 1.5 s")):
         each = ", ".join(f"{value:.2f}" for value in seconds[temperature])
         how = f"`sharder train tiny_lm`, process start to first step finished, {meaning}; median of {each} s"
-        figures.print(f"first_step_{temperature}_s", statistics.median(seconds[temperature]), "s", how)
+        show(f"first_step_{temperature}_s", statistics.median(seconds[temperature]), "s", how)
         how = f"largest resident set of that command (getrusage), from start to final save, median of {rounds}"
-        figures.print(f"peak_memory_{temperature}", statistics.median(peaks[temperature]), "bytes", how)
+        show(f"peak_memory_{temperature}", statistics.median(peaks[temperature]), "bytes", how)
 
 
 def main() -> None:
@@ -183,10 +185,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-step-") as name:
         folder = Path(name)
         config = resolve((*options, "--cluster.compile-cache", str(folder / "compiled")))
-        figures = Figures("step", config, given.torch_python)
-        measure_step(figures, config, given.torch_python, folder, rounds, num_steps)
-        measure_fingerprint(figures, config, num_steps)
-        measure_start(figures, options, folder, starts)
+        facts = gather_facts(config, given.torch_python)
+        show = partial(print_figure, "step", facts=facts)
+        measure_step(show, config, given.torch_python if facts["torch"] else None, folder, rounds, num_steps)
+        measure_fingerprint(show, config, num_steps)
+        measure_start(show, options, folder, starts)
 
 
 if __name__ == "__main__":

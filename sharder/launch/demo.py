@@ -15,7 +15,7 @@ from sharder.events import read_json_lines
 from sharder.report.verify import compare, describe
 from sharder.stop import PREEMPTED
 
-STEPS = 60
+STEPS = 40
 DEVICES = 4
 MARK = ".sharder-demo"
 """A file in the demo's folder, so that nothing else is ever replaced."""

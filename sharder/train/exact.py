@@ -9,7 +9,8 @@ A step, with n replicas:
     gather      parameters from the storage to the compute layout                  (moves bytes; nothing to do for dp and zero)
     V/n times   worker on every replica, then an ordered sum over the replicas      (the tree over n adjacent workers)
                 and over the slots so far                                          (the same tree, further up)
-    finish      loss, norm, update, fingerprint
+    mean        loss, gradients of the mean loss and their norm
+    finish      update, fingerprint
 
 Memory per device beside the state: one compute-layout copy of the parameters (under fsdp), one whole gradient, and
 log2(V/n) + 1 accumulators in the update layout. Traffic per step and device: (V/n) (n-1)/n of the gradient for the sums,
@@ -73,16 +74,23 @@ class ExactStep:
         self.num_worker_runs = 0
         """How often the worker's program ran in this process."""
         self.leaves = list(setup.plan.leaves.values())
+        # With a single replica its row is the sum already, and stays a row: no copy.
+        self.row_is_sum = setup.plan.mesh.num_replicas == 1 and {x.decl.dtype for x in self.leaves} == {"float32"}
         self._gather = self._compile_gather(state)
         self._workers = compile_for_groups(partial(self._lower_worker, batch[0]), [devices for _, devices in self.replicas])
         self._reduce = self._compile_reduce()
         self._add = self._compile_add()
+        self._mean = self._compile_mean()
         self._finish = self._compile_finish(state, stop)
 
     # What is compiled.
 
     def _compute_shardings(self, mesh: Mesh) -> Tree:
         return unflatten({leaf.path: NamedSharding(mesh, leaf.compute) for leaf in self.leaves})
+
+    @property
+    def _update_shardings(self) -> Tree:
+        return unflatten(self.setup.plan.shardings("update", self.setup.mesh))
 
     def _shapes(self, specs, mesh: Mesh, lead: tuple[int, ...] = (), dtype=None) -> Tree:
         """Parameter-shaped arrays with these specs, by path, behind further leading dimensions."""
@@ -130,6 +138,8 @@ class ExactStep:
 
     def _compile_reduce(self):
         """Gradients of all replicas, stacked, to their ordered sum in the update layout, float32."""
+        if self.row_is_sum:
+            return lambda stacked: stacked
         mesh, plan = self.setup.mesh, self.setup.plan
 
         def reduce(stacked):
@@ -152,6 +162,8 @@ class ExactStep:
         """Shapes of a slot's ordered sum of gradients, and of the losses and weights of its workers."""
         mesh, n = self.setup.mesh, self.setup.plan.mesh.num_replicas
         scalars = jax.ShapeDtypeStruct((n,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(REPLICAS)))
+        if self.row_is_sum:
+            return self._shapes(self._stacked_specs(), mesh, (1,)), scalars
         return self._shapes([leaf.update for leaf in self.leaves], mesh, dtype=jnp.float32), scalars
 
     def _compile_add(self):
@@ -160,28 +172,36 @@ class ExactStep:
         grads, _ = self._sums()
         return jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=(0,)).lower(grads, grads).compile()
 
-    def _compile_finish(self, state: TrainState, stop):
+    def _compile_mean(self):
+        """Sums over all workers to the gradients of the mean loss, their global norm, and the mean loss."""
         setup, mesh = self.setup, self.setup.mesh
         chunkings = [chunking(setup, leaf, self.num_workers) for leaf in self.leaves]
+        specs = tuple(leaf.update for leaf in self.leaves)
         norm_of = jax.shard_map(
             lambda *leaves: jnp.sqrt(ordered_sum_of_squares(leaves, chunkings)),
-            mesh=mesh, in_specs=tuple(leaf.update for leaf in self.leaves), out_specs=PartitionSpec(),
-            axis_names=set(AXES), check_vma=False,
+            mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names=set(AXES), check_vma=False,
         )  # fmt: skip
 
-        def finish(state, grad_sums, losses, weights, stop):
+        def mean(grad_sums, losses, weights):
             whole = lambda xs: jax.lax.with_sharding_constraint(jnp.concatenate(xs), setup.replicated())  # noqa: E731
             loss, weight = pairwise_sum(whole(losses)), pairwise_sum(whole(weights))
-            grads = jax.tree.map(lambda g: g / weight, grad_sums)
-            norm = norm_of(*flatten(grads).values())
-            return finish_step(setup, state, grads, norm, loss / weight, stop)
+            grads = jax.tree.map(lambda g: (g[0] if self.row_is_sum else g) / weight, grad_sums)
+            return grads, norm_of(*flatten(grads).values()), loss / weight
 
+        out = (self._update_shardings, setup.replicated(), setup.replicated())
         grads, scalars = self._sums()
         slots = (scalars,) * self.layout.num_slots
-        program = jax.jit(
-            finish, out_shardings=(setup.state_shardings, setup.replicated()), donate_argnums=0
-        )
-        return program.lower(jax.tree.map(_shape, state), grads, slots, slots, _shape(stop)).compile()
+        return jax.jit(mean, out_shardings=out).lower(grads, slots, slots).compile()
+
+    def _compile_finish(self, state: TrainState, stop):
+        """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the
+        sums were inside it, the compiler moved the clipping factor through the moments differently for n = 1."""
+        setup = self.setup
+        grads = self._shapes([leaf.update for leaf in self.leaves], setup.mesh, dtype=jnp.float32)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
+        out = (setup.state_shardings, setup.replicated())
+        program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
+        return program.lower(jax.tree.map(_shape, state), grads, scalar, scalar, _shape(stop)).compile()
 
     # What runs.
 
@@ -203,7 +223,8 @@ class ExactStep:
                 jax.block_until_ready(losses[-1])
             losses.append(loss)
             weights.append(weight)
-        return self._finish(state, gradients.total(), tuple(losses), tuple(weights), stop)
+        grads, norm, loss = self._mean(gradients.total(), tuple(losses), tuple(weights))
+        return self._finish(state, grads, norm, loss, stop)
 
     def _first_example(self, slot: int, replica: int) -> np.int32:
         """Place in the global batch of the first example of the worker that this replica runs in this slot."""

@@ -50,7 +50,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     events = open_run(setup, attempt, training, order)
 
     first_step = attempt.resume_step or 0
-    layout = setup.workers or setup.batch
+    layout = setup.train_batch
     loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     if attempt.resume_step is None:
         state = create_state(config, setup.declared, setup.state_shardings)

@@ -14,9 +14,11 @@ Resume = Literal["auto", "never", "must"]
 # What may change between the attempts of a run; everything else decides its numbers.
 FREE_SECTIONS = {"checkpoint", "cluster", "log"}
 FREE_FIELDS = {
-    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.microbatch_size", "train.log_every",
-    "train.validate_every", "train.validation_batches", "model.remat",
+    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.log_every",
+    "train.validate_every", "train.validation_batches",
 }  # fmt: skip
+FREE_IN_FAST_MODE = {"parallel.tensor", "parallel.virtual_workers", "train.microbatch_size", "model.remat"}
+"""They change the order of additions, which only exact mode fixes."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,11 @@ def _flat(config: RunConfig) -> dict[str, object]:
 def differences(was: RunConfig, now: RunConfig) -> list[str]:
     """Settings that decide the numbers of a run and are not what they were."""
     before, after = _flat(was), _flat(now)
+    free = FREE_FIELDS if "exact" in (was.parallel.reduction, now.parallel.reduction) else FREE_FIELDS | FREE_IN_FAST_MODE
     return [
         f"--{name.replace('_', '-')} was {before.get(name)!r}, is {after.get(name)!r}"
         for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in FREE_FIELDS
+        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in free
     ]
 
 

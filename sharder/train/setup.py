@@ -28,6 +28,11 @@ class Setup:
     """Of the exact step; None in fast mode."""
     state_shardings: TrainState
 
+    @property
+    def train_batch(self) -> BatchLayout:
+        """Of the run's own step."""
+        return self.workers or self.batch
+
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full test-latest bench clean
+.PHONY: demo test test-full test-exact test-latest bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another one with make PYTHON=...")'
@@ -22,6 +22,10 @@ test: $(VENV)/.ready
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest
 
+# Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
+test-exact: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
+
 # The newest Python found on this machine, and the newest libraries that pyproject.toml allows on it.
 test-latest:
 	newest=$$(sh scripts/newest_python.sh) && echo "using $$newest" && $$newest -m venv .venv-latest
@@ -32,6 +36,7 @@ test-latest:
 bench: $(VENV)/.ready
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/loader.py
+	$(BIN)/python bench/exact.py
 
 clean:
 	rm -rf $(VENV) .venv-latest

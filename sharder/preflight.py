@@ -1,6 +1,7 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
 from dataclasses import dataclass
+from importlib import metadata
 
 from sharder.config import MlpConfig, RunConfig, UserError
 from sharder.sharding.plan import Indivisible, Plan
@@ -89,6 +90,21 @@ def account_workers(config: RunConfig, num_replicas: int) -> WorkerAccounting:
     return WorkerAccounting(num_replicas, micro or size, workers // num_replicas, size // (micro or size))
 
 
+EXACT_AVERAGE_JAX = "0.10."
+"""The jax whose compiled moving average has the same bits for shards of any shape; that of 0.12 has not, for 8 contiguous
+elements on CPU."""
+
+
+def exact_average_is_refused(config: RunConfig, jax_version: str) -> str | None:
+    """Why a moving average cannot be kept in exact mode, or None where it can or is not asked for."""
+    if config.parallel.reduction == "fast" or config.train.ema_decay is None or jax_version.startswith(EXACT_AVERAGE_JAX):
+        return None
+    return (
+        f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
+        f" other numbers of devices: leave it out, use jax {EXACT_AVERAGE_JAX}x, or --parallel.reduction fast."
+    )
+
+
 def account(config: RunConfig, num_replicas: int) -> Accounting:
     """The accounting of the run's mode."""
     return (account_workers if config.parallel.reduction == "exact" else account_batch)(config, num_replicas)
@@ -140,6 +156,8 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
             f"--parallel.tensor is {plan.mesh.tensor}, but this model has no axis that tensor parallelism divides: every group"
             " would compute the same thing. Make it 1."
         )
+    refused = exact_average_is_refused(config, metadata.version("jax"))
+    found += [refused] if refused else []
     try:
         account(config, plan.mesh.num_replicas)
     except UserError as error:

@@ -82,3 +82,9 @@ def test_a_slow_dataset_takes_its_time_and_reads_the_same(bench):
     batch = bench("loader").Slow(dataset, 0.2).read(ids)
     assert 0.2 <= time.perf_counter() - started
     assert (batch["inputs"] == dataset.read(ids)["inputs"]).all()
+
+
+def test_exact_prints_its_figures():
+    lines = quick("exact", "--devices", "2", "--rounds", "2")
+    assert set(lines) == {f"{f}_2" for f in ("step_time_fast", "step_time_exact", "ratio", "ratio_first_quartile", "ratio_third_quartile")}
+    assert all(math.isfinite(line["value"]) for line in lines.values())

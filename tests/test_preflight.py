@@ -5,7 +5,7 @@ from small import small
 
 from sharder.config import UserError
 from sharder.models.build import declare
-from sharder.preflight import account_batch, check, findings
+from sharder.preflight import account_batch, check, exact_average_is_refused, findings
 from sharder.recipes import load_recipe
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import make_plan
@@ -65,3 +65,10 @@ def test_batch_accounting_multiplies_to_the_global_batch():
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(batch, micro, replicas, nearest):
     with pytest.raises(UserError, match=f"use {nearest}"):
         account_batch(change(small(), train={"global_batch_size": batch, "microbatch_size": micro}), replicas)
+
+
+def test_a_moving_average_is_refused_in_exact_mode_where_its_bits_are_not_known_to_hold():
+    config = change(small(), parallel={"reduction": "exact"}, train={"ema_decay": 0.9})
+    assert exact_average_is_refused(config, "0.10.2") is None
+    assert "with jax 0.12.0" in exact_average_is_refused(config, "0.12.0")
+    assert exact_average_is_refused(change(config, parallel={"reduction": "fast"}), "0.12.0") is None

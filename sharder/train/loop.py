@@ -135,6 +135,8 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
+    if setup.workers and device.platform != "cpu":
+        print(f"exact mode is tested on CPU; on {device.platform} kernels that add in an order of their own have not been ruled out")
     events = EventLog(run_dir, attempt.number)
     events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())
     mesh, size = setup.plan.mesh, plan["bytes_per_device"]

@@ -62,4 +62,4 @@ def clipped(grads, norm: jax.Array, clip_norm: float | None):
 
 def moving_average(average, params, decay: float):
     """decay x average + (1 - decay) x params, float32."""
-    return jax.tree.map(lambda a, p: decay * a + (1.0 - decay) * p.astype(jnp.float32), average, params)
+    return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p.astype(jnp.float32) - a), average, params)

@@ -57,8 +57,8 @@ def test_indivisible_in_the_update_layout_alone_is_found():
 
 
 def test_indivisible_by_two_mesh_axes_together_is_found():
-    (found,) = plan_of({"w": ((12,), ("mlp",))}, MeshShape(1, 4, 2)).indivisible()
-    assert (found.dim_size, found.factor) == (12, 8)
+    (found,) = plan_of({"w": ((36,), ("mlp",))}, MeshShape(1, 4, 2)).indivisible()
+    assert (found.dim_size, found.factor) == (36, 8)
 
 
 def test_indivisible_by_tensor_is_found_under_every_policy():

@@ -117,8 +117,7 @@ class Pieces:
         config = from_dict(tree)
         cluster.initialize(config.cluster)
         self.setup = prepare(config)
-        # Exact mode divides the batch otherwise.
-        self.layout = getattr(self.setup, "workers", None) or self.setup.batch
+        self.layout = self.setup.train_batch
         self.dataset, _ = open_datasets(config)
         self.order = Order(len(self.dataset), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
         self.state = create_state(config, self.setup.declared, self.setup.state_shardings)

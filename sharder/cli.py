@@ -88,7 +88,11 @@ def check(arguments: list[str]) -> int:
     from sharder.sharding.show import explain
     from sharder.train.setup import prepare
 
-    Console().print(explain(prepare(config).plan))
+    from sharder.preflight import account
+
+    plan = prepare(config).plan
+    Console().print(explain(plan))
+    print(account(config, plan.mesh.num_replicas))
     return 0
 
 

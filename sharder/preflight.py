@@ -90,18 +90,28 @@ def account_workers(config: RunConfig, num_replicas: int) -> WorkerAccounting:
     return WorkerAccounting(num_replicas, micro or size, workers // num_replicas, size // (micro or size))
 
 
-EXACT_AVERAGE_JAX = "0.10."
-"""The jax whose compiled moving average has the same bits for shards of any shape; that of 0.12 has not, for 8 contiguous
-elements on CPU."""
+EXACT_JAX = "0.10."
+"""The jax that exact mode is tested with. As 0.12 compiles a moving average, shards of 8 contiguous elements have other bits on
+CPU."""
 
 
 def exact_average_is_refused(config: RunConfig, jax_version: str) -> str | None:
     """Why a moving average cannot be kept in exact mode, or None where it can or is not asked for."""
-    if config.parallel.reduction == "fast" or config.train.ema_decay is None or jax_version.startswith(EXACT_AVERAGE_JAX):
+    if config.parallel.reduction == "fast" or config.train.ema_decay is None or jax_version.startswith(EXACT_JAX):
         return None
     return (
         f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
-        f" other numbers of devices: leave it out, use jax {EXACT_AVERAGE_JAX}x, or --parallel.reduction fast."
+        f" other numbers of devices: leave it out, use jax {EXACT_JAX}x, or --parallel.reduction fast."
+    )
+
+
+def untested_exactness(config: RunConfig, platform: str, jax_version: str) -> str | None:
+    """What a run in exact mode has to say once where its promise is not tested, or None."""
+    if config.parallel.reduction == "fast" or (platform == "cpu" and jax_version.startswith(EXACT_JAX)):
+        return None
+    return (
+        f"exact mode is tested on CPU with jax {EXACT_JAX}x; on {platform} with jax {jax_version} compare two runs with sharder verify"
+        " before you rely on it"
     )
 
 

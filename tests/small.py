@@ -24,13 +24,13 @@ def small_dropout() -> RunConfig:
     import dataclasses
     from importlib import metadata
 
-    from sharder.preflight import EXACT_AVERAGE_JAX
+    from sharder.preflight import EXACT_JAX
 
     config = small()
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dropout_rate=0.1),
-        train=dataclasses.replace(config.train, ema_decay=0.9 if metadata.version("jax").startswith(EXACT_AVERAGE_JAX) else None),
+        train=dataclasses.replace(config.train, ema_decay=0.9 if metadata.version("jax").startswith(EXACT_JAX) else None),
     )
 
 

@@ -5,7 +5,7 @@ from small import small
 
 from sharder.config import UserError
 from sharder.models.build import declare
-from sharder.preflight import account_batch, check, exact_average_is_refused, findings
+from sharder.preflight import account_batch, check, exact_average_is_refused, findings, untested_exactness
 from sharder.recipes import load_recipe
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import make_plan
@@ -65,6 +65,14 @@ def test_batch_accounting_multiplies_to_the_global_batch():
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(batch, micro, replicas, nearest):
     with pytest.raises(UserError, match=f"use {nearest}"):
         account_batch(change(small(), train={"global_batch_size": batch, "microbatch_size": micro}), replicas)
+
+
+def test_an_untested_promise_is_said_and_a_tested_one_is_not():
+    config = change(small(), parallel={"reduction": "exact"})
+    assert untested_exactness(config, "cpu", "0.10.2") is None
+    assert "on cuda with jax 0.10.2" in untested_exactness(config, "cuda", "0.10.2")
+    assert "with jax 0.12.0" in untested_exactness(config, "cpu", "0.12.0")
+    assert untested_exactness(small(), "cuda", "0.12.0") is None
 
 
 def test_a_moving_average_is_refused_in_exact_mode_where_its_bits_are_not_known_to_hold():

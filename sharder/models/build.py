@@ -1,5 +1,6 @@
 """From a model's configuration to the model: the one place where a model is chosen."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -53,13 +54,7 @@ class Declared:
 
     @property
     def num_params(self) -> int:
-        total = 0
-        for decl in self.params.values():
-            size = 1
-            for dim in decl.shape:
-                size *= dim
-            total += size
-        return total
+        return sum(math.prod(decl.shape) for decl in self.params.values())
 
 
 def declare(config: ModelConfig) -> Declared:

@@ -45,6 +45,11 @@ class LeafPlan:
     compute: PartitionSpec
     update: PartitionSpec
 
+    @property
+    def divided(self) -> bool:
+        """Whether the fsdp axis divides it, at least for the update."""
+        return any("fsdp" in (entry or ()) for entry in self.update)
+
     def spec(self, layout: Layout) -> PartitionSpec:
         return getattr(self, layout)
 
@@ -87,7 +92,7 @@ class Plan:
         """Parameters that stay whole on every replica although the policy divides parameters, and are not too small to divide."""
         if self.policy == "dp" or self.mesh.fsdp == 1:
             return []
-        return [p for p, leaf in self.leaves.items() if not leaf.small and not any("fsdp" in (e or ()) for e in leaf.update)]
+        return [p for p, leaf in self.leaves.items() if not leaf.small and not leaf.divided]
 
     def shardings(self, layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
         return {path: NamedSharding(mesh, leaf.spec(layout)) for path, leaf in self.leaves.items()}

@@ -47,11 +47,6 @@ def local_replicas(mesh: Mesh) -> list[tuple[int, Devices]]:
     return [(r, tuple(group)) for r, group in enumerate(groups) if group[0].process_index == jax.process_index()]
 
 
-def is_divided(spec: PartitionSpec) -> bool:
-    """Whether a layout divides a parameter by the fsdp axis."""
-    return any("fsdp" in (entry or ()) for entry in spec)
-
-
 def chunking(setup: Setup, leaf: LeafPlan, num_workers: int) -> Chunking:
     """The canonical chunks of a parameter: those of its storage dimension, whatever the policy."""
     mesh, axes = setup.plan.mesh, leaf.decl.axes
@@ -59,7 +54,7 @@ def chunking(setup: Setup, leaf: LeafPlan, num_workers: int) -> Chunking:
     dim = int(np.argmax(leaf.decl.shape)) if dim is None else dim
     tensor = [divisor(entry, mesh) for entry in leaf.compute]
     count = num_chunks(leaf.decl.shape[dim] // tensor[dim], num_workers)
-    return Chunking(dim, count, mesh.fsdp if is_divided(leaf.update) else 1, max(tensor))
+    return Chunking(dim, count, mesh.fsdp if leaf.divided else 1, max(tensor))
 
 
 class ExactStep:
@@ -147,7 +142,7 @@ class ExactStep:
             for leaf in self.leaves:
                 x = flatten(stacked)[leaf.path][0].astype(jnp.float32)
                 dim = storage_dim(leaf.decl.axes, plan.rules)
-                sums[leaf.path] = ordered_sum(x, dim, plan.mesh.data, plan.mesh.fsdp, is_divided(leaf.update))
+                sums[leaf.path] = ordered_sum(x, dim, plan.mesh.data, plan.mesh.fsdp, leaf.divided)
             return unflatten(sums)
 
         specs = unflatten(dict(zip(plan.leaves, self._stacked_specs())))

@@ -85,7 +85,9 @@ def _store(lowered: jax.stages.Lowered, devices: Devices) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder:
         return None
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    described = Path("/proc/cpuinfo")  # Linux
+    lines = described.read_text().splitlines() if described.exists() else [platform.processor()]
+    cpu = next((line for line in lines if line.startswith("flags")), lines[0])
     facts = (
         lowered.as_text(), jax.__version__, jaxlib.__version__, devices[0].client.platform_version, devices[0].device_kind,
         os.environ.get("XLA_FLAGS", ""), platform.machine(), cpu, tuple(d.id - devices[0].id for d in devices),

@@ -19,7 +19,7 @@ from sharder.data.open import open_datasets
 from sharder.data.order import Order
 from sharder.events import EventLog
 from sharder.instrument.hardware import peak_flops
-from sharder.preflight import account
+from sharder.preflight import account, untested_exactness
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
@@ -135,8 +135,9 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
-    if setup.workers and device.platform != "cpu":
-        print(f"exact mode is tested on CPU; on {device.platform} kernels that add in an order of their own have not been ruled out")
+    untested = untested_exactness(config, device.platform, jax.__version__)
+    if untested:
+        print(untested)
     events = EventLog(run_dir, attempt.number)
     events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())
     mesh, size = setup.plan.mesh, plan["bytes_per_device"]

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharder.config import RunConfig
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
-from sharder.preflight import account_batch, account_workers, check
+from sharder.preflight import WorkerAccounting, account, check
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.state import TrainState, shardings, state_specs
@@ -44,11 +44,8 @@ def prepare(config: RunConfig) -> Setup:
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     check(config, plan)
     mesh = make_mesh(shape)
-    if config.parallel.reduction == "exact":
-        whole = account_workers(config, shape.num_replicas)
-        workers = WorkerLayout(mesh, whole.num_slots, whole.slot_size, whole.num_microbatches)
-        batch = BatchLayout(mesh, whole.num_slots, whole.slot_size)
-    else:
-        accounting, workers = account_batch(config, shape.num_replicas), None
-        batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
+    accounting, workers = account(config, shape.num_replicas), None
+    batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
+    if isinstance(accounting, WorkerAccounting):
+        workers = WorkerLayout(mesh, accounting.num_slots, accounting.slot_size, accounting.num_microbatches)
     return Setup(config, declared, plan, mesh, batch, workers, shardings(state_specs(config, declared, plan), mesh))

@@ -61,6 +61,12 @@ def test_indivisible_by_two_mesh_axes_together_is_found():
     assert (found.dim_size, found.factor) == (36, 8)
 
 
+@pytest.mark.parametrize("size, divided", [(8, False), (16, True)])
+def test_a_parameter_is_not_cut_to_single_elements(size, divided):
+    leaf = plan_of({"w": ((size,), ("mlp",))}, MeshShape(1, 8, 1)).leaves["w"]
+    assert (leaf.divided, leaf.small) == (divided, not divided)
+
+
 def test_indivisible_by_tensor_is_found_under_every_policy():
     for policy in ("dp", "zero", "fsdp"):
         found = plan_of({"w": ((8, 3), ("embed", "mlp"))}, MeshShape(1, 4, 2), policy=policy).indivisible()

@@ -135,15 +135,22 @@ def verify(arguments: list[str]) -> int:
     """Compare the fingerprints of two runs step by step: exit 0 identical, 1 different, 2 not comparable."""
 
     def command(
-        run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path], json: bool = False  # noqa: A002
-    ) -> tuple:
+        run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path],
+        leaves: bool = False, step: int | None = None, json: bool = False,  # noqa: A002
+    ) -> tuple:  # fmt: skip
         """
         Args:
+            leaves: Compare two checkpoints instead: which arrays differ, and by how many units in the last place.
+            step: With --leaves: step of the checkpoints; unset: the newest that both have.
             json: Print the result as JSON.
         """
-        return run_a, run_b, json
+        return run_a, run_b, leaves, step, json
 
-    run_a, run_b, as_json = tyro.cli(command, args=arguments, prog="sharder verify", description=verify.__doc__)
+    run_a, run_b, leaves, step, as_json = tyro.cli(command, args=arguments, prog="sharder verify", description=verify.__doc__)
+    if step is not None and not leaves:
+        raise UserError("--step goes with --leaves: without it every step that both runs logged is compared.")
+    if leaves:
+        return _verify_leaves(run_a, run_b, step, as_json)
     import dataclasses
 
     from sharder.report.verify import compare, describe
@@ -151,6 +158,27 @@ def verify(arguments: list[str]) -> int:
     result = compare(run_a, run_b)
     print(json.dumps({**dataclasses.asdict(result), "identical": result.identical}) if as_json else describe(result))
     return 0 if result.identical else 1
+
+
+def _verify_leaves(run_a: Path, run_b: Path, step: int | None, as_json: bool) -> int:
+    import dataclasses
+
+    from sharder.report.verify import check_comparable
+    from sharder.serve.leaves import compare_leaves, newest_common_step, table
+
+    check_comparable(run_a, run_b)
+    step = newest_common_step(run_a, run_b, step)
+    differences = compare_leaves(run_a, run_b, step)
+    if as_json:
+        print(json.dumps({"step": step, "identical": not differences, "leaves": [dataclasses.asdict(d) for d in differences]}))
+    elif differences:
+        from rich.console import Console
+
+        Console().print(table(differences, step))
+        print(f"first: {differences[0].path}")
+    else:
+        print(f"step {step}: every leaf is identical")
+    return 1 if differences else 0
 
 
 def checkpoints(arguments: list[str]) -> int:

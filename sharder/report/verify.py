@@ -1,10 +1,20 @@
 """Whether two runs went through the same states, from the fingerprints in their metrics. Reads files only."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharder.config import UserError
+from sharder.config import UserError, from_dict
 from sharder.events import read_json_lines
+from sharder.identity import differences
+
+# What is compared of a step, in the order in which one follows from the other, and how a difference is named.
+EVIDENCE = (
+    ("batch_fingerprint", "the data: other examples, or other contents"),
+    ("loss_hex", "the loss, on the same data"),
+    ("grad_norm_hex", "the gradients, with the same loss"),
+    ("fingerprint", "the state only: same data, loss and gradient norm"),
+)
 
 
 @dataclass(frozen=True)
@@ -15,9 +25,11 @@ class Comparison:
     first_step: int
     last_step: int
     first_difference: int | None
-    """Step of the first differing fingerprint."""
+    """Step of the first differing record."""
     what_differs: str
-    """"" | "loss and state" | "state only"."""
+    """The first of EVIDENCE that differs there, or ""."""
+    notes: tuple[str, ...]
+    """Facts outside the settings in which the runs differ: versions, kind of device."""
     num_redone: int
     """Steps that a run logged more than once, all of them compared."""
     num_unreadable: int
@@ -45,23 +57,58 @@ def read_steps(run_dir: Path) -> tuple[dict[int, list[dict]], int]:
     return steps, broken
 
 
+def read_facts(run_dir: Path) -> dict:
+    """What config.json says of a run. Raises UserError where it cannot be read."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is not a run: it has no config.json.")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}. Restore it from a copy, or compare another run.") from None
+
+
+def check_comparable(run_a: Path, run_b: Path) -> tuple[str, ...]:
+    """Facts that may explain a difference of two runs. Raises UserError where their numbers cannot be expected to agree."""
+    facts = read_facts(run_a), read_facts(run_b)
+    differ = differences(*(from_dict(f["config"]) for f in facts))
+    rows = [f"{option} is {a!r} in the one, {b!r} in the other" for option, a, b in differ]
+    data = [f.get("data", {}) for f in facts]
+    if data[0] != data[1]:
+        of = [f"{d.get('num_examples')} examples, SHA-256 {str(d.get('fingerprint'))[:16]}..." for d in data]
+        rows.append(f"the data are {of[0]} in the one, {of[1]} in the other")
+    if rows:
+        listed = "".join(f"\n- {row}" for row in rows)
+        raise UserError(f"{run_a} and {run_b} cannot be compared, since they were not to compute the same:{listed}")
+    outside = [{**f.get("versions", {}), "device": f.get("devices", {}).get("kind")} for f in facts]
+    return tuple(f"{name} {outside[0][name]} and {outside[1].get(name)}" for name in outside[0] if outside[0][name] != outside[1].get(name))
+
+
+def first_differing_evidence(records: list[dict]) -> str | None:
+    """How these records of one step differ, or None where they agree; what a record lacks is not compared."""
+
+    def differs(key: str) -> bool:
+        values = {r.get(key) for r in records}
+        return len(values) > 1 and None not in values
+
+    return next((name for key, name in EVIDENCE if differs(key)), None)
+
+
 def compare(run_a: Path, run_b: Path) -> Comparison:
     """Compares every step that both logged; a step that a run did twice must agree in both attempts.
 
-    Raises UserError where the runs have no step in common.
+    Raises UserError where the runs cannot be compared or have no step in common.
     """
     (steps_a, broken_a), (steps_b, broken_b) = read_steps(run_a), read_steps(run_b)
+    notes = check_comparable(run_a, run_b)
     common = sorted(steps_a.keys() & steps_b.keys())
     if not common:
         spans = [f"{min(s)} .. {max(s)}" if s else "none" for s in (steps_a, steps_b)]
         raise UserError(f"no logged step in common: {run_a} has {spans[0]}, {run_b} has {spans[1]}.")
     redone = sum(len(s[step]) - 1 for s in (steps_a, steps_b) for step in common)
-    for step in common:
-        records = steps_a[step] + steps_b[step]
-        if len({r["fingerprint"] for r in records}) > 1:
-            what = "loss and state" if len({r["loss_hex"] for r in records}) > 1 else "state only"
-            return Comparison(len(common), common[0], common[-1], step, what, redone, broken_a + broken_b)
-    return Comparison(len(common), common[0], common[-1], None, "", redone, broken_a + broken_b)
+    found = ((step, first_differing_evidence(steps_a[step] + steps_b[step])) for step in common)
+    first, what = next(((step, what) for step, what in found if what), (None, ""))
+    return Comparison(len(common), common[0], common[-1], first, what, notes, redone, broken_a + broken_b)
 
 
 def describe(result: Comparison) -> str:
@@ -69,4 +116,5 @@ def describe(result: Comparison) -> str:
     steps = f"{result.num_compared} steps compared ({result.first_step} .. {result.last_step}{redone})"
     verdict = "identical" if result.identical else f"first difference at step {result.first_difference}: {result.what_differs}"
     unreadable = f"\n{result.num_unreadable} unreadable lines were skipped" if result.num_unreadable else ""
-    return f"{steps}: {verdict}{unreadable}"
+    notes = "".join(f"\nnote: the runs have {note}" for note in result.notes)
+    return f"{steps}: {verdict}{notes}{unreadable}"

@@ -121,7 +121,7 @@ class ExactStep:
         rows = {k: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype, sharding=whole) for k, x in batch.items()}
         scalars = [jax.ShapeDtypeStruct((), t, sharding=whole) for t in (jnp.uint32, jnp.int32, jnp.int32)]
         params = self._shapes([leaf.compute for leaf in self.leaves], mesh)
-        return jax.jit(worker, out_shardings=(rows_out, whole, whole)).lower(params, rows, *scalars)
+        return jax.jit(worker, out_shardings=(rows_out, whole, whole, whole)).lower(params, rows, *scalars)
 
     def _stacked_specs(self) -> list[PartitionSpec]:
         return [PartitionSpec(REPLICAS, *leaf.compute) for leaf in self.leaves]
@@ -154,9 +154,11 @@ class ExactStep:
         return program.lower(stacked).compile()
 
     def _sums(self) -> tuple[Tree, tuple[jax.ShapeDtypeStruct, ...]]:
-        """Shapes of a slot's ordered sum of gradients, and of the losses and weights of its workers."""
+        """Shapes of a slot's ordered sum of gradients, and of the losses, weights and digests of its workers."""
         mesh, n = self.setup.mesh, self.setup.plan.mesh.num_replicas
-        scalars = jax.ShapeDtypeStruct((n,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(REPLICAS)))
+        rows = NamedSharding(mesh, PartitionSpec(REPLICAS))
+        kinds = ((n,), jnp.float32), ((n,), jnp.float32), ((n, 2), jnp.uint32)
+        scalars = tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for shape, dtype in kinds)
         if self.row_is_sum:
             return self._shapes(self._stacked_specs(), mesh, (1,)), scalars
         return self._shapes([leaf.update for leaf in self.leaves], mesh, dtype=jnp.float32), scalars
@@ -168,7 +170,8 @@ class ExactStep:
         return jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=(0,)).lower(grads, grads).compile()
 
     def _compile_mean(self):
-        """Sums over all workers to the gradients of the mean loss, their global norm, and the mean loss."""
+        """Sums over all workers to the gradients of the mean loss, their global norm, the mean loss, and the digest of the
+        examples."""
         setup, mesh = self.setup, self.setup.mesh
         chunkings = [chunking(setup, leaf, self.num_workers) for leaf in self.leaves]
         specs = tuple(leaf.update for leaf in self.leaves)
@@ -177,33 +180,32 @@ class ExactStep:
             mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names=set(AXES), check_vma=False,
         )  # fmt: skip
 
-        def mean(grad_sums, losses, weights):
+        def mean(grad_sums, slots):
             whole = lambda xs: jax.lax.with_sharding_constraint(jnp.concatenate(xs), setup.replicated())  # noqa: E731
-            loss, weight = pairwise_sum(whole(losses)), pairwise_sum(whole(weights))
+            loss, weight, digest = (pairwise_sum(whole(xs)) for xs in zip(*slots))
             grads = jax.tree.map(lambda g: (g[0] if self.row_is_sum else g) / weight, grad_sums)
-            return grads, norm_of(*flatten(grads).values()), loss / weight
+            return grads, norm_of(*flatten(grads).values()), loss / weight, digest
 
-        out = (self._update_shardings, setup.replicated(), setup.replicated())
+        out = (self._update_shardings, *[setup.replicated()] * 3)
         grads, scalars = self._sums()
-        slots = (scalars,) * self.layout.num_slots
-        return jax.jit(mean, out_shardings=out).lower(grads, slots, slots).compile()
+        return jax.jit(mean, out_shardings=out).lower(grads, (scalars,) * self.layout.num_slots).compile()
 
     def _compile_finish(self, state: TrainState, stop):
         """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the
         sums were inside it, the compiler moved the clipping factor through the moments differently for n = 1."""
         setup = self.setup
         grads = self._shapes([leaf.update for leaf in self.leaves], setup.mesh, dtype=jnp.float32)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
+        scalar, digest = (jax.ShapeDtypeStruct(*kind, sharding=setup.replicated()) for kind in (((), jnp.float32), ((2,), jnp.uint32)))
         out = (setup.state_shardings, setup.replicated())
         program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
-        return program.lower(jax.tree.map(_shape, state), grads, scalar, scalar, _shape(stop)).compile()
+        return program.lower(jax.tree.map(_shape, state), grads, scalar, scalar, digest, _shape(stop)).compile()
 
     # What runs.
 
     def __call__(self, state: TrainState, batch: list[dict], seed: jax.Array, stop: jax.Array) -> tuple[TrainState, Metrics]:
         params = self._on_replicas(self._gather(state.params))
         seeds, steps = self._on_replicas(seed), self._on_replicas(state.step)
-        gradients, losses, weights = TreeAccumulator(self._add), [], []
+        gradients, scalars = TreeAccumulator(self._add), []
         for slot, slot_batch in enumerate(batch):
             rows = self._on_replicas(slot_batch)
             outputs = [
@@ -211,15 +213,13 @@ class ExactStep:
                 for i, (worker, (replica, _)) in enumerate(zip(self._workers, self.replicas))
             ]
             self.num_worker_runs += len(outputs)
-            grads, loss, weight = self._over_replicas(outputs)
+            grads, *of_slot = self._over_replicas(outputs)
             gradients.push(self._reduce(grads))
-            if losses:
+            if scalars:
                 # Not further ahead than one slot: every slot in flight holds a whole gradient.
-                jax.block_until_ready(losses[-1])
-            losses.append(loss)
-            weights.append(weight)
-        grads, norm, loss = self._mean(gradients.total(), tuple(losses), tuple(weights))
-        return self._finish(state, grads, norm, loss, stop)
+                jax.block_until_ready(scalars[-1])
+            scalars.append(tuple(of_slot))
+        return self._finish(state, *self._mean(gradients.total(), tuple(scalars)), stop)
 
     def _first_example(self, slot: int, replica: int) -> np.int32:
         """Place in the global batch of the first example of the worker that this replica runs in this slot."""

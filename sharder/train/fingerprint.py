@@ -36,11 +36,14 @@ def _words(x: jax.Array) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)]
 
 
-def leaf_digest(path: str, x: jax.Array) -> jax.Array:
-    """(2,) uint32 digest of one array."""
+def leaf_digest(path: str, x: jax.Array, first_row: jax.Array | int = 0) -> jax.Array:
+    """(2,) uint32 digest of one array, or of the rows of a larger one that begin at `first_row`: the digests of all its
+    rows add up to that of the whole, modulo 2**32."""
     index = jnp.zeros(x.shape, jnp.uint32)
     for dim in range(x.ndim):
         index = index * jnp.uint32(x.shape[dim]) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        if dim == 0:
+            index = index + jnp.asarray(first_row).astype(jnp.uint32)
     hashed = jnp.full(x.shape, path_salt(path), jnp.uint32)
     for word in _words(x):
         hashed = _mix((word + index * jnp.uint32(GOLDEN)) ^ hashed, jnp)
@@ -52,6 +55,11 @@ def leaf_digest(path: str, x: jax.Array) -> jax.Array:
 def digests(leaves: dict[str, jax.Array]) -> jax.Array:
     """(number of leaves, 2) uint32, in the order of the sorted paths; to be traced into the step's program."""
     return jnp.stack([leaf_digest(path, leaves[path]) for path in sorted(leaves)])
+
+
+def rows_digest(batch: dict[str, jax.Array], first_row: jax.Array | int) -> jax.Array:
+    """(2,) uint32 digest of examples `first_row` .. of a batch, which add up over its parts in any order."""
+    return sum(leaf_digest(name, batch[name], first_row) for name in sorted(batch))
 
 
 def numpy_digest(path: str, x: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sharder.config import LogConfig, RunConfig, to_dict
 from sharder.instrument.flops import step_flops_6nd, utilisation
-from sharder.train.fingerprint import combine
+from sharder.train.fingerprint import combine, hex_digest
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def make_record(facts: StepFacts, step: int, metrics: dict[str, np.ndarray], ste
         "grad_norm_hex": float(norm).hex(),
         "learning_rate": float(metrics["learning_rate"]),
         "fingerprint": combine(metrics["digests"], facts.state_paths),
+        "batch_fingerprint": hex_digest(metrics["batch_digest"]),
         "num_examples": step * facts.global_batch_size,
         "step_time_s": round(step_time_s, 6),
         "data_wait_s": round(data_wait_s, 6),

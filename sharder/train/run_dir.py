@@ -8,18 +8,9 @@ from typing import Literal
 from sharder import checkpoint
 from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
 from sharder.events import end_with_newline, read_json_lines
+from sharder.identity import differences
 
 Resume = Literal["auto", "never", "must"]
-
-# What may change between the attempts of a run; everything else decides its numbers.
-FREE_SECTIONS = {"checkpoint", "cluster", "log"}
-FREE_FIELDS = {
-    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.log_every",
-    "train.validate_every", "train.validation_batches",
-}  # fmt: skip
-FREE_IN_FAST_MODE = {"parallel.tensor", "parallel.virtual_workers", "train.microbatch_size", "model.remat"}
-"""They change the order of additions, which only exact mode fixes."""
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -30,21 +21,6 @@ class Attempt:
     """1 for the first start."""
     resume_step: int | None
     """Checkpoint to restore, or None to begin at step 0."""
-
-
-def _flat(config: RunConfig) -> dict[str, object]:
-    return {f"{s}.{k}": v for s, section in to_dict(config).items() for k, v in section.items()}
-
-
-def differences(was: RunConfig, now: RunConfig) -> list[str]:
-    """Settings that decide the numbers of a run and are not what they were."""
-    before, after = _flat(was), _flat(now)
-    free = FREE_FIELDS if "exact" in (was.parallel.reduction, now.parallel.reduction) else FREE_FIELDS | FREE_IN_FAST_MODE
-    return [
-        f"--{name.replace('_', '-')} was {before.get(name)!r}, is {after.get(name)!r}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in free
-    ]
 
 
 def read_config(run_dir: Path) -> RunConfig:
@@ -68,7 +44,7 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
         raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
     differ = differences(read_config(run_dir), config)
     if differ:
-        listed = "".join(f"\n- {x}" for x in differ)
+        listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
         raise UserError(f"{run_dir} was started with other settings:{listed}\nUse those, or another --run-dir.")
     steps = checkpoint.list_steps(run_dir)
     if not steps and resume == "must":

@@ -18,7 +18,7 @@ from sharder.models.build import unflatten
 from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
-from sharder.train.fingerprint import digests
+from sharder.train.fingerprint import digests, rows_digest
 from sharder.train.optimizer import clipped, global_norm, make_optimizer, moving_average, schedule, to_float32
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, by_path
@@ -50,7 +50,8 @@ def apply_update(setup: Setup, state: TrainState, grads, norm: jax.Array) -> Tra
 
 
 def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example):
-    """Sums over all accumulation slots: gradients of the summed loss, the summed loss and the summed weight.
+    """Sums over all accumulation slots: gradients of the summed loss, the summed loss, the summed weight, and the
+    digest of the examples.
 
     `batch` holds arrays (slots, slot_size, ...), whose examples have places first_example .. in the global batch.
     `pin` fixes the layout of gradients; with several slots they are accumulated in float32.
@@ -64,24 +65,25 @@ def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, ba
 
     def slot_gradients(slot_batch, slot):
         (loss, weight), grads = jax.value_and_grad(slot_loss, has_aux=True)(params, slot_batch, slot)
-        return pin(grads), loss, weight
+        return pin(grads), loss, weight, rows_digest(slot_batch, first_example + slot * slot_size)
 
     if num_slots == 1:
         return slot_gradients(jax.tree.map(lambda x: x[0], batch), 0)
 
     def body(sums, scanned):
-        grads, loss, weight = slot_gradients(*scanned)
+        grads, *others = slot_gradients(*scanned)
         total = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums[0], grads)
-        return (pin(total), sums[1] + loss, sums[2] + weight), None
+        return (pin(total), *(s + x for s, x in zip(sums[1:], others))), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    return jax.lax.scan(body, (pin(zeros), jnp.float32(0), jnp.float32(0)), (batch, jnp.arange(num_slots)))[0]
+    nothing = (pin(zeros), jnp.float32(0), jnp.float32(0), jnp.zeros(2, jnp.uint32))
+    return jax.lax.scan(body, nothing, (batch, jnp.arange(num_slots)))[0]
 
 
-def finish_step(setup: Setup, state: TrainState, grads, norm: jax.Array, loss: jax.Array, stop: jax.Array) -> tuple[TrainState, Metrics]:
+def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest, stop) -> tuple[TrainState, Metrics]:
     """Update, return to the layouts at rest, fingerprint: the second half of a step, the same in both engines.
 
-    `grads` are those of the mean loss, in the update layout, and `norm` their global norm.
+    `grads` are those of the mean loss, in the update layout, and `norm` their global norm; `batch_digest` is handed on.
     """
     update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
     with jax.named_scope("optimizer"):
@@ -91,13 +93,15 @@ def finish_step(setup: Setup, state: TrainState, grads, norm: jax.Array, loss: j
     with jax.named_scope("fingerprint"):
         leaf_digests = digests(by_path(new))
     rate = schedule(setup.config.optimizer)(state.step)
-    return new, {"loss": loss, "grad_norm": norm, "learning_rate": rate, "digests": leaf_digests, "stop": stop.max()}
+    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "stop": stop.max()}
+    return new, metrics | {"digests": leaf_digests, "batch_digest": batch_digest}
 
 
 def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainState, Metrics]]:
     """The compiled step (state, batch, seed, stop flags) -> (state, metrics) for arguments like these; the state is donated.
 
-    Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path.
+    Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path, and
+    `batch_digest` (2,), that of the examples.
     """
     # Accumulators live in the storage layout; without accumulation gradients go straight to where they are used.
     gradient_layout = "update" if setup.batch.num_slots == 1 else "storage"
@@ -108,9 +112,10 @@ def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainSta
     def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array):
         pin = lambda grads: with_sharding_constraint(grads, gradient_shardings)  # noqa: E731
         graphdef = setup.declared.graphdef
-        grads, loss_sum, weight_sum = accumulate(graphdef, compute, pin, state.params, batch, seed, state.step, 0)
+        sums = accumulate(graphdef, compute, pin, state.params, batch, seed, state.step, 0)
+        grads, loss_sum, weight_sum, batch_digest = sums
         grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
-        return finish_step(setup, state, grads, global_norm(grads), loss_sum / weight_sum, stop)
+        return finish_step(setup, state, grads, global_norm(grads), loss_sum / weight_sum, batch_digest, stop)
 
     jitted = jax.jit(
         train_step,

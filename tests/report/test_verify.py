@@ -1,17 +1,24 @@
+import dataclasses
 import json
 
 import pytest
 
-from sharder.config import UserError
+from sharder.config import MlpConfig, ParallelConfig, RunConfig, TrainConfig, UserError, to_dict
 from sharder.report.verify import compare, describe
 
 
-def record(step, fingerprint="a" * 16, loss="0x1p+0"):
-    return {"step": step, "fingerprint": fingerprint, "loss_hex": loss}
+def record(step, fingerprint="a" * 16, loss="0x1p+0", batch="d" * 16):
+    return {"step": step, "fingerprint": fingerprint, "loss_hex": loss, "batch_fingerprint": batch}
 
 
-def run(path, records, tail=""):
+CONFIG = RunConfig(model=MlpConfig())
+DATA = {"fingerprint": "e" * 64, "num_examples": 160}
+
+
+def run(path, records=(), tail="", config=CONFIG, data=DATA, jax="0.10.2"):
     path.mkdir()
+    facts = {"config": to_dict(config), "data": data, "versions": {"jax": jax}, "devices": {"kind": "cpu"}}
+    (path / "config.json").write_text(json.dumps(facts))
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
     return path
 
@@ -28,13 +35,58 @@ def test_the_first_difference_is_named(tmp_path):
     a = run(tmp_path / "a", [record(1), record(2), record(3)])
     b = run(tmp_path / "b", [record(1), record(2, "b" * 16), record(3, "c" * 16)])
     result = compare(a, b)
-    assert (result.first_difference, result.what_differs) == (2, "state only")
+    assert result.first_difference == 2 and result.what_differs.startswith("the state only")
 
 
 def test_a_differing_loss_is_told_from_a_differing_state(tmp_path):
     a = run(tmp_path / "a", [record(1)])
     b = run(tmp_path / "b", [record(1, "b" * 16, "0x1.1p+0")])
-    assert compare(a, b).what_differs == "loss and state"
+    assert compare(a, b).what_differs.startswith("the loss")
+
+
+def test_differing_data_are_told_from_what_follows_from_them(tmp_path):
+    a = run(tmp_path / "a", [record(1)])
+    b = run(tmp_path / "b", [record(1, "b" * 16, "0x1.1p+0", "c" * 16)])
+    assert compare(a, b).what_differs.startswith("the data")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"config": dataclasses.replace(CONFIG, train=TrainConfig(seed=1))}, "--train.seed is 0 in the one, 1 in the other"),
+        ({"config": dataclasses.replace(CONFIG, model=MlpConfig(compute_dtype="bfloat16"))}, "--model.compute-dtype"),
+        ({"config": dataclasses.replace(CONFIG, parallel=ParallelConfig(reduction="exact"))}, "--parallel.reduction"),
+        ({"data": DATA | {"fingerprint": "f" * 64}}, "the data are 160 examples, SHA-256 eeee.*, 160 examples, SHA-256 ffff"),
+    ],
+)
+def test_runs_that_were_not_to_agree_are_named_as_such(tmp_path, change, message):
+    a, b = run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)], **change)
+    with pytest.raises(UserError, match=f"cannot be compared.*\n.*{message}"):
+        compare(a, b)
+
+
+def test_other_virtual_workers_are_not_comparable_in_exact_mode(tmp_path):
+    exact = [dataclasses.replace(CONFIG, parallel=ParallelConfig(reduction="exact", virtual_workers=v)) for v in (4, 8)]
+    a, b = (run(tmp_path / name, [record(1)], config=config) for name, config in zip("ab", exact))
+    with pytest.raises(UserError, match="--parallel.virtual-workers is 4 in the one, 8 in the other"):
+        compare(a, b)
+
+
+def test_what_may_change_between_runs_is_compared(tmp_path):
+    other = dataclasses.replace(CONFIG, parallel=ParallelConfig(policy="fsdp", fsdp=4), train=TrainConfig(steps=7))
+    assert compare(run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)], config=other)).identical
+
+
+def test_other_versions_are_a_note(tmp_path):
+    result = compare(run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)], jax="0.12.0"))
+    assert "note: the runs have jax 0.10.2 and 0.12.0" in describe(result)
+
+
+def test_an_unreadable_config_is_not_comparable(tmp_path):
+    a = run(tmp_path / "a", [record(1)])
+    (a / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json cannot be read"):
+        compare(a, a)
 
 
 def test_a_redone_step_must_agree_with_itself(tmp_path):

@@ -15,7 +15,7 @@ from sharder.data.open import open_datasets
 from sharder.data.order import Order
 from sharder.preflight import account_workers
 from sharder.train.exact import ExactStep
-from sharder.train.fingerprint import combine
+from sharder.train.fingerprint import combine, numpy_digest
 from sharder.train.setup import prepare
 from sharder.train.state import by_path, create_state
 from sharder.train.step import compile_step
@@ -161,6 +161,28 @@ def test_a_worker_runs_v_over_n_times_per_replica_and_step(on_devices):
         on_devices(n)
         _, step, _ = trace(exact(), steps=3)
         assert step.num_worker_runs == 3 * n * (8 // n)
+
+
+@pytest.mark.parametrize("reduction, microbatch_size", [("exact", None), ("exact", 2), ("fast", None), ("fast", 2)])
+def test_the_digest_of_the_batch_is_that_of_the_examples_in_their_order(on_devices, reduction, microbatch_size):
+    on_devices(4)
+    config = change(exact(), parallel={"reduction": reduction}, train={"global_batch_size": 32, "microbatch_size": microbatch_size})
+    training, _ = open_datasets(config)
+    examples = training.read(Order(len(training), 32, config.train.seed).ids(0, 0, 32))
+    expected = sum(numpy_digest(name, x) for name, x in examples.items())
+    assert np.array_equal(batch_digest(config), expected)
+
+
+def batch_digest(config):
+    setup = prepare(config)
+    training, _ = open_datasets(config)
+    layout = setup.train_batch
+    state = create_state(config, setup.declared, setup.state_shardings)
+    stepper = Stepper(setup, None, [], None)
+    batch = layout.to_devices(read_step(training, Order(len(training), 32, config.train.seed), layout, 0))
+    arguments = stepper.arguments(state, batch, False)
+    step = ExactStep(setup, setup.workers, arguments) if setup.workers else compile_step(setup, arguments)
+    return jax.device_get(step(*arguments)[1]["batch_digest"])
 
 
 def test_state_at_rest_is_divided(on_devices):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharder.sharding.mesh import MeshShape, make_mesh
-from sharder.train.fingerprint import combine, digests, hex_digest, leaf_digest, numpy_digest, numpy_fingerprint
+from sharder.train.fingerprint import combine, digests, hex_digest, leaf_digest, numpy_digest, numpy_fingerprint, rows_digest
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -197,3 +197,14 @@ def test_scratch_memory_would_be_seen():
 def test_a_digest_is_one_reduction():
     text = jax.jit(lambda x: leaf_digest(PATH, x)).lower(MEGABYTES).as_text()
     assert text.count("stablehlo.reduce(") == 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_digests_of_the_parts_of_a_batch_add_up_to_that_of_the_whole(num_parts):
+    batch = {"inputs": random_array(np.int32, (8, 5)), "weights": random_array(np.float32, (8,), seed=1)}
+    whole = sum(numpy_digest(name, x) for name, x in batch.items())
+    size = 8 // num_parts
+    parts = [rows_digest({k: jnp.asarray(x[i : i + size]) for k, x in batch.items()}, i) for i in range(0, 8, size)]
+    assert np.array_equal(sum(parts), whole)
+    reversed_rows = {k: jnp.asarray(x[::-1]) for k, x in batch.items()}
+    assert not np.array_equal(rows_digest(reversed_rows, 0), whole), "the order counts"

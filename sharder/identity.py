@@ -1,0 +1,26 @@
+"""Which settings decide the numbers of a run, and which may change between its attempts or between runs that must agree."""
+
+from sharder.config import RunConfig, to_dict
+
+FREE_SECTIONS = {"checkpoint", "cluster", "log"}
+FREE_FIELDS = {
+    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.log_every",
+    "train.validate_every", "train.validation_batches",
+}  # fmt: skip
+FREE_IN_FAST_MODE = {"parallel.tensor", "parallel.virtual_workers", "train.microbatch_size", "model.remat"}
+"""They change the order of additions, which only exact mode fixes."""
+
+
+def _flat(config: RunConfig) -> dict[str, object]:
+    return {f"{s}.{k}": v for s, section in to_dict(config).items() for k, v in section.items()}
+
+
+def differences(was: RunConfig, now: RunConfig) -> list[tuple[str, object, object]]:
+    """(option, value before, value now) of every setting that decides the numbers and is not what it was."""
+    before, after = _flat(was), _flat(now)
+    free = FREE_FIELDS if "exact" in (was.parallel.reduction, now.parallel.reduction) else FREE_FIELDS | FREE_IN_FAST_MODE
+    return [
+        (f"--{name.replace('_', '-')}", before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in free
+    ]

@@ -82,7 +82,7 @@ def check(arguments: list[str]) -> int:
     config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
     from sharder import cluster
 
-    cluster.initialize(config.cluster)
+    cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
     from rich.console import Console
 
     from sharder.sharding.show import explain
@@ -90,9 +90,11 @@ def check(arguments: list[str]) -> int:
 
     from sharder.preflight import account
 
-    plan = prepare(config).plan
-    Console().print(explain(plan))
-    print(account(config, plan.mesh.num_replicas))
+    setup = prepare(config)
+    Console().print(explain(setup.plan))
+    print(account(setup.config, setup.plan.mesh.num_replicas))
+    if setup.why_fast:
+        print(f"fast mode, not exact: {setup.why_fast}")
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sharder.config import ClusterConfig, UserError
+from sharder.exactness import with_gpu_flags
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -64,13 +65,27 @@ def keep_freed_memory() -> bool:
     return all(mallopt(*setting) for setting in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, LARGEST_INT), (M_TOP_PAD, 256 << 20)))
 
 
-def initialize(config: ClusterConfig) -> None:
+def device_memory_bytes() -> int | None:
+    """Memory of one device; simulated devices share the machine's. None where it is not known."""
+    import jax
+
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def initialize(config: ClusterConfig, exact: bool = False) -> None:
     """Sets up the backend and, where the environment names several processes, joins them. Call it once, first.
+
+    `exact`: with the compiler's settings of exact mode.
 
     Raises UserError where processes do not find one another within `bringup_timeout_s`.
     """
     environment = process_environment(dict(os.environ))
     keep_freed_memory()
+    if exact:
+        os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     import jax
 
     if config.cpu_devices is not None:

@@ -13,7 +13,8 @@ from typing import Literal, Union, get_args
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "block"]
 Policy = Literal["dp", "zero", "fsdp"]
-Reduction = Literal["exact", "fast"]
+Reduction = Literal["auto", "exact", "fast"]
+ExactMemory = Literal["copy", "lean"]
 Source = Literal["auto", "text", "synthetic"]
 Split = Literal["auto", "document", "range"]
 
@@ -152,8 +153,13 @@ class ParallelConfig:
     """Replicas that divide the state among themselves; unset: all replicas."""
     tensor: int = 1
     """Devices that compute one replica together."""
-    reduction: Reduction = "fast"
-    """exact: the same bits on any number of devices and processes; fast: the compiler's own order of additions."""
+    reduction: Reduction = "auto"
+    """exact: the same bits on any number of devices and processes; fast: the compiler's own order of additions; auto: exact
+    where that is tested and fits."""
+    exact_memory: ExactMemory = "copy"
+    """What exact mode holds during a step: a whole copy of the parameters and a whole gradient, or one block's (fsdp only)."""
+    allow_nondeterministic: tuple[str, ...] = ()
+    """Kernels that exact mode may use on GPU although their bits change from run to run, by name."""
     virtual_workers: int = 8
     """Slices of every global batch in exact mode: a power of two and a multiple of the replicas; fixed for a run."""
     replicate: tuple[str, ...] = ()
@@ -162,6 +168,7 @@ class ParallelConfig:
     def __post_init__(self):
         require_choice("parallel.policy", self.policy, Policy)
         require_choice("parallel.reduction", self.reduction, Reduction)
+        require_choice("parallel.exact_memory", self.exact_memory, ExactMemory)
         workers = self.virtual_workers
         require(workers >= 1 and workers & (workers - 1) == 0, "parallel.virtual_workers", workers, "a power of two")
         for name in ("data", "fsdp", "tensor"):

@@ -7,7 +7,10 @@ FREE_FIELDS = {
     "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.log_every",
     "train.validate_every", "train.validation_batches",
 }  # fmt: skip
-FREE_IN_FAST_MODE = {"parallel.tensor", "parallel.virtual_workers", "train.microbatch_size", "model.remat"}
+FREE_IN_FAST_MODE = {
+    "parallel.tensor", "parallel.virtual_workers", "parallel.exact_memory", "parallel.allow_nondeterministic", "train.microbatch_size",
+    "model.remat",
+}  # fmt: skip
 """They change the order of additions, which only exact mode fixes."""
 
 

@@ -1,9 +1,12 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
+import numpy as np
+
 from sharder.config import MlpConfig, RunConfig, UserError
+from sharder.exactness import refusals, untested
 from sharder.sharding.plan import Indivisible, Plan
 
 
@@ -90,34 +93,49 @@ def account_workers(config: RunConfig, num_replicas: int) -> WorkerAccounting:
     return WorkerAccounting(num_replicas, micro or size, workers // num_replicas, size // (micro or size))
 
 
-EXACT_JAX = "0.10."
-"""The jax that exact mode is tested with. As 0.12 compiles a moving average, shards of 8 contiguous elements have other bits on
-CPU."""
-
-
-def exact_average_is_refused(config: RunConfig, jax_version: str) -> str | None:
-    """Why a moving average cannot be kept in exact mode, or None where it can or is not asked for."""
-    if config.parallel.reduction == "fast" or config.train.ema_decay is None or jax_version.startswith(EXACT_JAX):
-        return None
-    return (
-        f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
-        f" other numbers of devices: leave it out, use jax {EXACT_JAX}x, or --parallel.reduction fast."
-    )
-
-
-def untested_exactness(config: RunConfig, platform: str, jax_version: str) -> str | None:
-    """What a run in exact mode has to say once where its promise is not tested, or None."""
-    if config.parallel.reduction == "fast" or (platform == "cpu" and jax_version.startswith(EXACT_JAX)):
-        return None
-    return (
-        f"exact mode is tested on CPU with jax {EXACT_JAX}x; on {platform} with jax {jax_version} compare two runs with sharder verify"
-        " before you rely on it"
-    )
-
-
 def account(config: RunConfig, num_replicas: int) -> Accounting:
     """The accounting of the run's mode."""
     return (account_workers if config.parallel.reduction == "exact" else account_batch)(config, num_replicas)
+
+
+def settle_reduction(config: RunConfig, plan: Plan, platform: str, memory_bytes: int | None) -> tuple[RunConfig, str | None]:
+    """The configuration with `--parallel.reduction auto` decided, and where it became fast, why.
+
+    Exact where its promise is tested, virtual workers fit, and the whole copy that it needs under fsdp is known to fit into
+    `memory_bytes` of a device.
+    """
+    if config.parallel.reduction != "auto":
+        return config, None
+    exact = with_reduction(config, "exact")
+    reasons = [untested(exact, platform, metadata.version("jax")), *refusals(exact, plan.mesh.num_replicas, metadata.version("jax"))]
+    try:
+        account_workers(exact, plan.mesh.num_replicas)
+    except UserError as error:
+        reasons.append(str(error))
+    if plan.policy == "fsdp" and plan.mesh.fsdp > 1:
+        reasons.append(_copy_does_not_fit(plan, memory_bytes))
+    why = next((reason for reason in reasons if reason), None)
+    return (exact, None) if why is None else (with_reduction(config, "fast"), why)
+
+
+def with_reduction(config: RunConfig, reduction: str) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, reduction=reduction))
+
+
+def _copy_does_not_fit(plan: Plan, memory_bytes: int | None) -> str | None:
+    """Why the whole copy of exact mode is not shown to fit, or None. Half of the memory is left to activations."""
+    if memory_bytes is None:
+        return "exact mode needs a whole copy of the parameters on every device, and how much memory a device has is not known"
+    whole = plan.param_bytes_per_device("compute")
+    # Under fsdp: parameters, and moments and a moving average in float32, divided; a copy, and two gradients in float32, whole.
+    elements = whole // np.dtype(next(iter(plan.leaves.values())).decl.dtype).itemsize
+    needed = plan.param_bytes_per_device("storage") + 12 * elements // plan.mesh.fsdp + whole + 8 * elements
+    if 2 * needed <= memory_bytes:
+        return None
+    return (
+        f"exact mode would need {needed / 1e9:.1f} GB beside the activations, more than half of a device's {memory_bytes / 1e9:.1f} GB:"
+        " try --parallel.reduction exact --parallel.exact-memory lean"
+    )
 
 
 def indivisible_dimensions(plan: Plan) -> list[str]:
@@ -166,8 +184,7 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
             f"--parallel.tensor is {plan.mesh.tensor}, but this model has no axis that tensor parallelism divides: every group"
             " would compute the same thing. Make it 1."
         )
-    refused = exact_average_is_refused(config, metadata.version("jax"))
-    found += [refused] if refused else []
+    found += refusals(config, plan.mesh.num_replicas, metadata.version("jax"))
     try:
         account(config, plan.mesh.num_replicas)
     except UserError as error:

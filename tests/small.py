@@ -1,18 +1,28 @@
 """A model that compiles and steps in moments, as a recipe of its own and for runs inside the tests."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from importlib import metadata
 
-from sharder.config import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, TransformerConfig
+import pytest
+
+from sharder.config import CheckpointConfig, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig, TransformerConfig
+from sharder.exactness import TESTED_JAX
 
 RECIPE = f"{__file__}:small"
 
+needs_tested_jax = pytest.mark.skipif(
+    not metadata.version("jax").startswith(TESTED_JAX), reason=f"exact mode is tested with jax {TESTED_JAX}x"
+)
+
 
 def small() -> RunConfig:
-    """Two layers of dimension 64 on synthetic tokens; an epoch of 10 steps."""
+    """Two layers of dimension 64 on synthetic tokens; an epoch of 10 steps; fast mode."""
     return RunConfig(
         model=TransformerConfig(max_seq_len=32, embed_dim=64, num_heads=4, mlp_dim=128, num_layers=2),
+        parallel=ParallelConfig(reduction="fast"),
         data=DataConfig(source="synthetic", num_examples=160, seq_len=32, validation_fraction=0.1),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5, decay_steps=100),
         train=TrainConfig(steps=12, global_batch_size=16, validate_every=0),
@@ -21,16 +31,11 @@ def small() -> RunConfig:
 
 
 def small_dropout() -> RunConfig:
-    import dataclasses
-    from importlib import metadata
-
-    from sharder.preflight import EXACT_JAX
-
     config = small()
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dropout_rate=0.1),
-        train=dataclasses.replace(config.train, ema_decay=0.9 if metadata.version("jax").startswith(EXACT_JAX) else None),
+        train=dataclasses.replace(config.train, ema_decay=0.9 if metadata.version("jax").startswith(TESTED_JAX) else None),
     )
 
 

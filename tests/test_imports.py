@@ -14,7 +14,7 @@ ROOT = Path(sharder.__file__).parent
 # A module imports only from ranks below its own, or from its own folder.
 RANKS = [
     {"config", "events", "stop"},
-    {"identity", "recipes"},
+    {"exactness", "identity", "recipes"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},

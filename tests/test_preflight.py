@@ -1,11 +1,11 @@
 import dataclasses
 
 import pytest
-from small import small
+from small import small, needs_tested_jax
 
 from sharder.config import UserError
 from sharder.models.build import declare
-from sharder.preflight import account_batch, check, exact_average_is_refused, findings, untested_exactness
+from sharder.preflight import account_batch, check, findings, settle_reduction
 from sharder.recipes import load_recipe
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import make_plan
@@ -67,16 +67,38 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(batch, micro, re
         account_batch(change(small(), train={"global_batch_size": batch, "microbatch_size": micro}), replicas)
 
 
-def test_an_untested_promise_is_said_and_a_tested_one_is_not():
-    config = change(small(), parallel={"reduction": "exact"})
-    assert untested_exactness(config, "cpu", "0.10.2") is None
-    assert "on cuda with jax 0.10.2" in untested_exactness(config, "cuda", "0.10.2")
-    assert "with jax 0.12.0" in untested_exactness(config, "cpu", "0.12.0")
-    assert untested_exactness(small(), "cuda", "0.12.0") is None
+EIGHT = MeshShape(1, 8, 1)
+PLENTY = 1 << 40
 
 
-def test_a_moving_average_is_refused_in_exact_mode_where_its_bits_are_not_known_to_hold():
-    config = change(small(), parallel={"reduction": "exact"}, train={"ema_decay": 0.9})
-    assert exact_average_is_refused(config, "0.10.2") is None
-    assert "with jax 0.12.0" in exact_average_is_refused(config, "0.12.0")
-    assert exact_average_is_refused(change(config, parallel={"reduction": "fast"}), "0.12.0") is None
+def settled(config, mesh=EIGHT, platform="cpu", memory_bytes=PLENTY):
+    return settle_reduction(*planned(config, mesh), platform, memory_bytes)
+
+
+@needs_tested_jax
+@pytest.mark.parametrize("policy", ["dp", "zero", "fsdp"])
+def test_auto_is_exact_where_that_is_tested_and_fits(policy):
+    config, why_fast = settled(change(small(), parallel={"reduction": "auto", "policy": policy}))
+    assert config.parallel.reduction == "exact" and why_fast is None
+
+
+@needs_tested_jax
+@pytest.mark.parametrize(
+    "sections, surroundings, why",
+    [
+        ({}, {"platform": "gpu"}, "on gpu with jax"),
+        ({}, {"mesh": MeshShape(1, 16, 1)}, "cannot grow beyond 8 replicas"),
+        ({"train": {"global_batch_size": 20}}, {}, "20, which does not divide into 8 virtual workers"),
+        ({"parallel": {"policy": "fsdp", "reduction": "auto"}}, {"memory_bytes": 1000}, "GB beside the activations, more than half"),
+        ({"parallel": {"policy": "fsdp", "reduction": "auto"}}, {"memory_bytes": None}, "how much memory a device has is not known"),
+    ],
+)
+def test_auto_is_fast_elsewhere_and_says_why(sections, surroundings, why):
+    config, why_fast = settled(change(small(), **{"parallel": {"reduction": "auto"}, **sections}), **surroundings)
+    assert config.parallel.reduction == "fast" and why in why_fast
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_what_the_user_chose_is_kept(reduction):
+    config, why_fast = settled(change(small(), parallel={"reduction": reduction}), platform="gpu")
+    assert config.parallel.reduction == reduction and why_fast is None

@@ -5,6 +5,7 @@ from pathlib import Path
 from sharder import checkpoint, cluster
 from sharder.config import RunConfig, UserError
 from sharder.data.open import open_datasets
+from sharder.preflight import with_reduction
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.metrics import validation_fields
 from sharder.train.saved import check_data, restore_params
@@ -15,7 +16,8 @@ def evaluate_run(config: RunConfig, run_dir: Path, step: int | None) -> str:
     """One line with the loss and perplexity of the held-out split. Raises UserError where there is none."""
     step = checkpoint.choose_step(run_dir, step)
     cluster.initialize(config.cluster)
-    setup = prepare(config)
+    # Evaluations add up in one order of their own, whatever the run's mode.
+    setup = prepare(with_reduction(config, "fast"))
     training, validation = open_datasets(config)
     if validation is None:
         raise UserError(f"{run_dir} holds out no data: --data.validation-fraction is {config.data.validation_fraction}.")

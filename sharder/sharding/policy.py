@@ -39,11 +39,16 @@ def storage_dim(axes: tuple[str, ...], rules: AxisRules) -> int | None:
     return None if chosen is None else axes.index(chosen)
 
 
-def without_fsdp(spec: PartitionSpec) -> PartitionSpec:
-    """The same partition, whole over the fsdp axis."""
+def only_axes(spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> PartitionSpec:
+    """The same partition, whole over all mesh axes but these."""
 
     def keep(entry):
-        names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if n != "fsdp"]
+        names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if n in mesh_axes]
         return None if not names else names[0] if len(names) == 1 else tuple(names)
 
     return PartitionSpec(*(keep(e) for e in spec))
+
+
+def without_fsdp(spec: PartitionSpec) -> PartitionSpec:
+    """The same partition, whole over the fsdp axis."""
+    return only_axes(spec, ("data", "tensor"))

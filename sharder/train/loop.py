@@ -18,8 +18,9 @@ from sharder.data.loader import open_loader
 from sharder.data.open import open_datasets
 from sharder.data.order import Order
 from sharder.events import EventLog
+from sharder.exactness import untested
 from sharder.instrument.hardware import peak_flops
-from sharder.preflight import account, untested_exactness
+from sharder.preflight import account, with_reduction
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
@@ -36,13 +37,15 @@ from sharder.train.stepping import Stepper
 
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
-    cluster.initialize(config.cluster)
+    cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
     attempt = agree_on_attempt(run_dir, resume, config)
+    config = with_reduction(config, attempt.reduction)
     if attempt.resume_step is not None and attempt.resume_step >= config.train.steps:
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
         cluster.shutdown()
         return 0
     setup = prepare(config)
+    config = setup.config
     training, validation = open_datasets(config)
     order = Order(len(training), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
     if attempt.resume_step is not None:
@@ -109,7 +112,7 @@ def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attemp
 
     def choose() -> dict:
         attempt = open_attempt(run_dir, resume, config)
-        return {"number": attempt.number, "resume_step": attempt.resume_step}
+        return {"number": attempt.number, "resume_step": attempt.resume_step, "reduction": attempt.reduction}
 
     return Attempt(run_dir, **cluster.decide(choose))
 
@@ -135,9 +138,9 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
-    untested = untested_exactness(config, device.platform, jax.__version__)
-    if untested:
-        print(untested)
+    notes = untested(config, device.platform, jax.__version__), setup.why_fast and f"fast mode, not exact: {setup.why_fast}"
+    for note in filter(None, notes):
+        print(note)
     events = EventLog(run_dir, attempt.number)
     events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())
     mesh, size = setup.plan.mesh, plan["bytes_per_device"]

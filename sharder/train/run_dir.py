@@ -1,7 +1,7 @@
 """The folder of a run: begun once, resumed by attempts, never overwritten."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,8 @@ class Attempt:
     """1 for the first start."""
     resume_step: int | None
     """Checkpoint to restore, or None to begin at step 0."""
+    reduction: str = "auto"
+    """The mode that the run was begun in; of a new run, what was asked for."""
 
 
 def read_config(run_dir: Path) -> RunConfig:
@@ -39,10 +41,13 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
             raise UserError(f"{run_dir} exists and is not a run: choose another --run-dir.")
         if resume == "must":
             raise UserError(f"--resume is must, but {run_dir} holds no run.")
-        return Attempt(run_dir, 1, None)
+        return Attempt(run_dir, 1, None, config.parallel.reduction)
     if resume == "never":
         raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
-    differ = differences(read_config(run_dir), config)
+    was = read_config(run_dir)
+    if config.parallel.reduction == "auto":
+        config = replace(config, parallel=replace(config.parallel, reduction=was.parallel.reduction))
+    differ = differences(was, config)
     if differ:
         listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
         raise UserError(f"{run_dir} was started with other settings:{listed}\nUse those, or another --run-dir.")
@@ -51,7 +56,7 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
         raise UserError(f"--resume is must, but {run_dir} holds no checkpoint.")
     events, _ = read_json_lines(run_dir / "events.jsonl")
     number = 1 + max((e.get("attempt", 0) for e in events), default=1)
-    return Attempt(run_dir, number, steps[-1] if steps else None)
+    return Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction)
 
 
 def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[str]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharder.cluster import device_memory_bytes
 from sharder.config import RunConfig
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
-from sharder.preflight import WorkerAccounting, account, check
+from sharder.preflight import WorkerAccounting, account, check, settle_reduction
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.state import TrainState, shardings, state_specs
@@ -27,6 +28,8 @@ class Setup:
     workers: WorkerLayout | None
     """Of the exact step; None in fast mode."""
     state_shardings: TrainState
+    why_fast: str | None
+    """Why `--parallel.reduction auto` became fast."""
 
     @property
     def train_batch(self) -> BatchLayout:
@@ -38,14 +41,16 @@ class Setup:
 
 
 def prepare(config: RunConfig) -> Setup:
-    """Mesh, declared parameters, plan and preflight. Raises UserError with all findings."""
+    """Mesh, declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings."""
     shape = resolve_mesh_shape(config.parallel, jax.device_count(), jax.local_device_count())
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
+    config, why_fast = settle_reduction(config, plan, jax.default_backend(), device_memory_bytes())
     check(config, plan)
     mesh = make_mesh(shape)
     accounting, workers = account(config, shape.num_replicas), None
     batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
     if isinstance(accounting, WorkerAccounting):
         workers = WorkerLayout(mesh, accounting.num_slots, accounting.slot_size, accounting.num_microbatches)
-    return Setup(config, declared, plan, mesh, batch, workers, shardings(state_specs(config, declared, plan), mesh))
+    state_shardings = shardings(state_specs(config, declared, plan), mesh)
+    return Setup(config, declared, plan, mesh, batch, workers, state_shardings, why_fast)

@@ -12,6 +12,7 @@ from small import small_dropout
 from sharder.config import MlpConfig, UserError
 from sharder.data.loader import read_step
 from sharder.data.open import open_datasets
+from sharder.data.synthetic import SyntheticTokens
 from sharder.data.order import Order
 from sharder.preflight import account_workers
 from sharder.train.exact import ExactStep
@@ -76,6 +77,16 @@ def reference():
         return trace(exact())[0]
 
 
+def agree(on_devices, config, meshes, steps=4):
+    """The run over all these meshes (data, fsdp), asserted to be the same in bits at every step."""
+    found = []
+    for data, fsdp in meshes:
+        on_devices(data * fsdp * config.parallel.tensor)
+        found.append(trace(change(config, parallel={"data": data, "fsdp": fsdp}), steps)[0])
+    assert all(f == found[0] for f in found), [[a == b for a, b in zip(f, found[0])] for f in found]
+    return found[0]
+
+
 PLACEMENTS = [("zero", 2, 1), ("fsdp", 2, 2), ("dp", 1, 4), ("fsdp", 2, 4), ("zero", 8, 1), ("fsdp", 1, 8)]
 
 
@@ -106,21 +117,79 @@ WHOLE: dict = {}
 
 
 def test_tensor_parallel_replicas_agree_among_themselves(on_devices):
-    found = []
-    for replicas in (1, 2, 4):
-        on_devices(2 * replicas)
-        found.append(trace(exact(policy="fsdp", tensor=2))[0])
-    assert found[0] == found[1] == found[2]
+    agree(on_devices, exact(policy="fsdp", tensor=2), [(1, 1), (1, 2), (2, 2)])
 
 
 def test_the_mlp_agrees_too(on_devices):
-    config = change(exact(), data={"num_examples": 256}, train={"global_batch_size": 64})
+    config = change(exact(policy="fsdp"), data={"num_examples": 256}, train={"global_batch_size": 64})
     config = dataclasses.replace(config, model=MlpConfig(input_dim=16, hidden_dim=32, num_layers=2, output_dim=8))
-    found = []
-    for n in (1, 4, 8):
-        on_devices(n)
-        found.append(trace(change(config, parallel={"policy": "fsdp"}))[0])
-    assert found[0] == found[1] == found[2]
+    agree(on_devices, config, [(1, 1), (1, 4), (2, 4)])
+
+
+def test_weighted_targets_agree_too(on_devices, monkeypatch):
+    """Documents packed one after the other: the target that belongs to the next document has weight 0."""
+
+    def read(self, ids):
+        batch = ORIGINAL_READ(self, ids)
+        return batch | {"weights": (batch["targets"] % 3 != 0).astype(np.float32)}
+
+    unweighted = agree(on_devices, exact(), [(1, 1)])
+    monkeypatch.setattr(SyntheticTokens, "read", read)
+    assert agree(on_devices, exact(), [(1, 1), (2, 1), (2, 2), (1, 8)]) != unweighted
+
+
+ORIGINAL_READ = SyntheticTokens.read
+
+LEAN_MESHES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (2, 4), (4, 2), (8, 1), (1, 8)]
+
+
+def test_lean_agrees_with_itself_from_two_replicas_on(on_devices):
+    agree(on_devices, exact(policy="fsdp", exact_memory="lean"), [(1, 2), (2, 2), (1, 8)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"compute_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}, {"remat": "block"}, {"compute_dtype": "bfloat16", "remat": "block"}],
+    ids=str,
+)
+def test_the_full_matrix_of_lean(on_devices, model):
+    agree(on_devices, change(exact(policy="fsdp", exact_memory="lean"), model=model), LEAN_MESHES, steps=20)
+
+
+def test_lean_agrees_with_itself_with_tensor_parallelism(on_devices):
+    agree(on_devices, exact(policy="fsdp", exact_memory="lean", tensor=2), [(1, 2), (2, 1), (2, 2)])
+
+
+def test_lean_agrees_with_the_copy_within_rounding(on_devices):
+    on_devices(4)
+    copy, lean = (trace(exact(policy="fsdp", exact_memory=m), steps=20)[0] for m in ("copy", "lean"))
+    losses = [np.array([np.frombuffer(x[0], np.float32)[0] for x in found]) for found in (copy, lean)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def whole_bytes(step):
+    """Of all parameters, which are float32 here, as are their gradients."""
+    return 4 * sum(int(np.prod(leaf.decl.shape)) for leaf in step.setup.plan.leaves.values())
+
+
+def test_memory_of_a_copy_is_that_of_the_formula(on_devices):
+    """A whole copy, a whole gradient, and an accumulator in the update layout, as the docstrings say."""
+    on_devices(4)
+    step = trace(exact(policy="fsdp"), steps=1)[1]
+    output = {name: program.memory_analysis().output_size_in_bytes for name, program in step.programs.items()}
+    scalars = 1000  # tuples of pointers, losses and digests
+    for name, size in {"gather": 1, "worker": 1, "reduce": 1 / 4, "add": 1 / 4}.items():
+        assert 0 <= output[name] - size * whole_bytes(step) < scalars, name
+
+
+def test_lean_holds_one_block_at_a_time(on_devices):
+    """Of many layers; weights and gradients of a whole copy would be twice its size."""
+    on_devices(8)
+    config = change(exact(policy="fsdp", exact_memory="lean"), model={"num_layers": 32}, train={"global_batch_size": 8})
+    step = trace(config, steps=1)[1]
+    analysis = step.programs["slot"].memory_analysis()
+    assert analysis.temp_size_in_bytes + analysis.output_size_in_bytes < whole_bytes(step)
 
 
 def test_fast_mode_agrees_within_rounding(on_devices):

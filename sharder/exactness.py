@@ -1,0 +1,99 @@
+"""What exact mode promises where: what it refuses, what it cannot vouch for, and the compiler's settings that it needs.
+
+On GPU two things beside the order of additions decide the bits: kernels that add in the order in which their threads happen to
+arrive, and the algorithm that autotuning happens to find fastest. `GPU_FLAGS` excludes the first. The second is kept:
+what was compiled lies in the compile cache (`--cluster.compile-cache`), and with it jax's folder of autotuning results; on a
+new machine, or in another container, copy that folder along with the run. On CPU and TPU nothing needs to be set.
+"""
+
+import re
+
+from sharder.config import RunConfig, UserError
+
+TESTED_JAX = "0.10."
+"""The jax that exact mode is tested with. As 0.12 compiles a moving average, shards of 8 contiguous elements have other bits on
+CPU."""
+
+GPU_FLAGS = {
+    "--xla_gpu_exclude_nondeterministic_ops=true": "sums of threads in an order of their own (scatter by atomics) are compiled in another way",
+    "--xla_gpu_enable_scatter_determinism_expander=true": "the faster of the other ways for scatter, the gradient of an embedding",
+}
+"""What exact mode adds to XLA_FLAGS on GPU, and why. Options of XLA (xla.proto, DebugOptions)."""
+
+KERNELS = {
+    "scatter": "the gradient of a look-up, added up by atomics",
+    "cudnn_attention_backward": "cuDNN's attention, whose backward pass adds up in an order of its own",
+}
+"""Kernels known to give other bits from run to run on GPU, by the name that --parallel.allow-nondeterministic takes."""
+
+
+def with_gpu_flags(flags: str) -> str:
+    """XLA_FLAGS with those of `GPU_FLAGS` that the user has not set otherwise."""
+    missing = [flag for flag in GPU_FLAGS if flag.split("=")[0] + "=" not in flags]
+    return " ".join([flags, *missing]).strip()
+
+
+def nondeterministic_kernels(program: str, platform: str, flags: str) -> list[str]:
+    """Names of KERNELS that this lowered program (StableHLO text) would run."""
+    if platform != "gpu":
+        return []
+    excluded = all(flag in flags for flag in GPU_FLAGS)
+    scatter = re.search(r'"stablehlo\.scatter"[^\n]*unique_indices = false', program)
+    attention = re.search(r"__cudnn\$fmha\w*Backward(?![^\n]*force_deterministic[^\n,}]*true)", program)
+    return [*(["scatter"] if scatter and not excluded else []), *(["cudnn_attention_backward"] if attention else [])]
+
+
+def check_kernels(config: RunConfig, program: str, platform: str, flags: str) -> None:
+    """Raises UserError where exact mode would run kernels whose bits change from run to run, unless allowed by name."""
+    found = [name for name in nondeterministic_kernels(program, platform, flags) if name not in config.parallel.allow_nondeterministic]
+    if found:
+        listed = "".join(f"\n- {name}: {KERNELS[name]}" for name in found)
+        raise UserError(
+            f"exact mode would use kernels that give other bits from run to run:{listed}\nLeave XLA_FLAGS and the attention to their"
+            f" defaults, or accept them with --parallel.allow-nondeterministic {' '.join(found)}."
+        )
+
+
+def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[str]:
+    """Why exact mode cannot keep its promise for this configuration, each with the way out; empty in fast mode."""
+    if config.parallel.reduction != "exact":
+        return []
+    found = []
+    if config.train.ema_decay is not None and not jax_version.startswith(TESTED_JAX):
+        found.append(
+            f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
+            f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
+        )
+    if config.parallel.exact_memory == "lean":
+        found += _lean_refusals(config, num_replicas)
+    return found
+
+
+def _lean_refusals(config: RunConfig, num_replicas: int) -> list[str]:
+    lean, found = "--parallel.exact-memory lean", []
+    if config.parallel.policy != "fsdp":
+        found.append(
+            f"{lean} gathers weights block by block, but policy {config.parallel.policy} keeps them whole: use --parallel.policy fsdp, or"
+            " --parallel.exact-memory copy."
+        )
+    if num_replicas == 1:
+        found.append(
+            f"{lean} needs at least 2 replicas, but there is 1: a program for a single device is compiled in another way and has"
+            " other bits. Use --parallel.exact-memory copy in a run of its own, or more devices."
+        )
+    if config.train.microbatch_size is not None:
+        found.append(
+            f"{lean} does not accumulate inside a virtual worker, but --train.microbatch-size is {config.train.microbatch_size}: leave it"
+            " out, and use more virtual workers (--parallel.virtual-workers) for smaller batches."
+        )
+    return found
+
+
+def untested(config: RunConfig, platform: str, jax_version: str) -> str | None:
+    """What a run in exact mode has to say once where its promise is not tested, or None."""
+    if config.parallel.reduction == "fast" or (platform == "cpu" and jax_version.startswith(TESTED_JAX)):
+        return None
+    return (
+        f"exact mode is tested on CPU with jax {TESTED_JAX}x; on {platform} with jax {jax_version} compare two runs with sharder verify"
+        " before you rely on it"
+    )

@@ -164,6 +164,10 @@ def export_steps(pieces: Pieces, path: str, num_steps: int) -> None:
         *parents, leaf = name.split("/")
         for layer, x in enumerate(x) if parents == ["blocks"] else [("", x)]:
             arrays["/".join(["params", *parents, f"{layer}{leaf}"])] = np.ascontiguousarray(as_torch(leaf, x))
+    # PyTorch's own layers form queries, keys and values by one product.
+    for path in [path for path in arrays if path.endswith(("q", "q_bias")) and path.startswith("params/blocks/")]:
+        base, end = path.removesuffix("_bias")[:-1], "_bias" * path.endswith("_bias")
+        arrays[f"{base}qkv{end}"] = np.concatenate([arrays.pop(f"{base}{name}{end}") for name in "qkv"])
     batches = [pieces.read(step) for step in range(num_steps)]
     rate = schedule(pieces.setup.config.optimizer)
     arrays |= {name: np.stack([batch[name] for batch in batches]).astype(np.int64) for name in ("inputs", "targets")}
@@ -171,9 +175,7 @@ def export_steps(pieces: Pieces, path: str, num_steps: int) -> None:
 
 
 def as_torch(leaf: str, x):
-    """A parameter of ours as PyTorch's layers take it: q, k and v side by side, matrices (out, in)."""
-    if leaf.startswith("qkv"):
-        x = x.swapaxes(-3, -2)  # (..., heads, 3, head_dim) -> (..., 3, heads, head_dim)
+    """A parameter of ours as PyTorch's layers take it: matrices (out, in)."""
     if leaf.endswith(("bias", "scale")):
         return x.reshape(-1)
     if leaf in ("tokens", "positions"):

@@ -62,6 +62,12 @@ def pytorch(config: dict, num_steps: int, saved: str) -> dict:
     return {"seconds": seconds, "losses": losses}
 
 
+def torch_qkv(p: dict, x_BTD, block: str, F):
+    """Queries, keys and values by one product, as PyTorch's own layer does (nn.MultiheadAttention)."""
+    weight, bias = (p[f"{block}qkv{end}"] for end in ("", "_bias"))
+    return F.linear(x_BTD, weight, bias).chunk(3, dim=-1)
+
+
 def torch_loss(p: dict, model: dict, x_BT, y_BT, F):
     """Mean cross-entropy of the pre-layer-norm transformer with learned positions, from PyTorch's own layers."""
     B, T = x_BT.shape
@@ -76,8 +82,7 @@ def torch_loss(p: dict, model: dict, x_BT, y_BT, F):
     x_BTD = F.embedding(x_BT, p["embed/tokens"]) + p["embed/positions"][:T]
     for layer in range(model["num_layers"]):
         block = f"blocks/{layer}"
-        qkv = linear(norm(x_BTD, block + "norm1"), block + "qkv").chunk(3, dim=-1)
-        q, k, v = (z.view(B, T, N, D // N).transpose(1, 2) for z in qkv)
+        q, k, v = (z.view(B, T, N, D // N).transpose(1, 2) for z in torch_qkv(p, norm(x_BTD, block + "norm1"), block, F))
         y_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
         x_BTD = x_BTD + linear(y_BTD, block + "attn_out")
         h_BTF = F.gelu(linear(norm(x_BTD, block + "norm2"), block + "mlp_in"), approximate="tanh")

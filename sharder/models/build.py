@@ -19,7 +19,7 @@ def build_model(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def flatten(tree: dict, prefix: str = "") -> dict:
-    """Nested dicts to one dict by path, sorted: {"blocks/qkv": leaf}."""
+    """Nested dicts to one dict by path, sorted: {"blocks/q": leaf}."""
     flat = {}
     for key in sorted(tree, key=str):
         value, path = tree[key], f"{prefix}{key}"

@@ -23,7 +23,16 @@ class Layout(Protocol):
         ...
 
     def activation(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """`x` with its dimensions divided as these logical axes are."""
+        """`x` with its dimensions divided as these logical axes are; "batch" and "replica" are divided over the replicas."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that the batch is divided over."""
+        ...
+
+    def divides(self, axis: str) -> bool:
+        """Whether several devices compute different parts of this logical axis."""
         ...
 
     def scanned(self, body: Body, remat: str) -> Body:
@@ -39,6 +48,11 @@ class SingleDevice:
 
     def activation(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return x
+
+    num_replicas = 1
+
+    def divides(self, axis: str) -> bool:
+        return False
 
     def scanned(self, body: Body, remat: str) -> Body:
         return jax.checkpoint(body) if remat == "block" else body

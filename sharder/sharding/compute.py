@@ -38,9 +38,20 @@ _gather.defvjp(_gather_forward, _gather_backward)
 class ComputeLayout:
     """`sharder.ops.layout.Layout` on a mesh, as a plan says."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, gradient: Layout, storage: Layout = "storage"):
-        """`gradient`: the layout in which gradients leave a block. `storage`: that in which parameters come."""
+    def __init__(self, mesh: Mesh, plan: Plan, gradient: Layout, storage: Layout = "storage", divide_batch: bool = True):
+        """`gradient`: the layout in which gradients leave a block. `storage`: that in which parameters come.
+
+        `divide_batch`: whether replicas compute different examples, or all the same (generation).
+        """
         self.mesh, self.plan, self.gradient, self.storage = mesh, plan, gradient, storage
+        self.batch_axes = REPLICA_AXES if divide_batch else None
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"] if self.batch_axes else 1
+
+    def divides(self, axis: str) -> bool:
+        return axis in self.plan.rules.tensor and self.mesh.shape["tensor"] > 1
 
     def weights(self, name: str, params: Tree, dtype: str) -> Tree:
         def one(path, p):
@@ -55,7 +66,8 @@ class ComputeLayout:
         return jax.tree.map_with_path(one, params)
 
     def activation(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        entries = [REPLICA_AXES if a == "batch" else "tensor" if a in self.plan.rules.tensor else None for a in axes]
+        of = {"batch": self.batch_axes, "replica": self.batch_axes}
+        entries = [of[a] if a in of else "tensor" if a in self.plan.rules.tensor else None for a in axes]
         return with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def scanned(self, body: Body, remat: str) -> Body:

@@ -5,13 +5,13 @@ A plan needs no devices, so it can be made and explained for a machine that is n
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.config import ParallelConfig
-from sharder.sharding.axes import AxisRules, ParamDecl, check_axes
+from sharder.sharding.axes import AxisRules, ParamDecl, check_axes, check_rules
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
 
@@ -75,7 +75,10 @@ class Plan:
     policy: str
     mesh: MeshShape
     rules: AxisRules
+    """The model's, but for the axes in `whole_over_tensor`."""
     leaves: Mapping[str, LeafPlan]
+    whole_over_tensor: Mapping[str, int] = field(default_factory=dict)
+    """Axes, with their sizes, that tensor parallelism leaves whole on purpose, since its degree does not divide them."""
 
     def indivisible(self) -> list[Indivisible]:
         """Every dimension that a layout cannot divide evenly; a run needs this list empty."""
@@ -102,14 +105,19 @@ class Plan:
 
 
 def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:
-    """Raises ValueError for an axis name that the model's rules do not know."""
-    leaves = {}
+    """Raises ValueError for an axis name that the model's rules do not know, and for two axes on one mesh axis."""
+    check_rules(rules)
     for path, decl in decls.items():
         check_axes(path, decl, rules)
+    sizes = {axis: size for decl in decls.values() for axis, size in zip(decl.axes, decl.shape)}
+    whole = {axis: sizes[axis] for axis in rules.replicable if axis in sizes and sizes[axis] % mesh.tensor}
+    rules = rules.without_tensor(whole)
+    leaves = {}
+    for path, decl in decls.items():
         specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
         pieces = math.prod(divisor(entry, mesh) for entry in specs["update"])
         small = mesh.fsdp > 1 and math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces
         if small or path in parallel.replicate:
             specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
         leaves[path] = LeafPlan(path, decl, small, **specs)
-    return Plan(parallel.policy, mesh, rules, leaves)
+    return Plan(parallel.policy, mesh, rules, leaves, whole)

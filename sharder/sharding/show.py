@@ -44,7 +44,15 @@ def explain(plan: Plan) -> Table:
     totals = [f"{plan.param_bytes_per_device(layout):,}" for layout in LAYOUTS]
     table.add_section()
     table.add_row("bytes/device", "", *totals, totals[0])
+    table.caption = whole_over_tensor_text(plan)
     return table
+
+
+def whole_over_tensor_text(plan: Plan) -> str | None:
+    """What tensor parallelism leaves whole on purpose, with the numbers; None: nothing."""
+    found = [f"{axis} is {size}" for axis, size in plan.whole_over_tensor.items()]
+    degree = plan.mesh.tensor
+    return f"whole on each of the {degree} devices of a tensor group, on purpose, since {degree} does not divide it: {', '.join(found)}" if found else None
 
 
 def to_json(plan: Plan, state: StateLeaves) -> dict:
@@ -66,6 +74,7 @@ def to_json(plan: Plan, state: StateLeaves) -> dict:
         "policy": plan.policy,
         "mesh": {"data": plan.mesh.data, "fsdp": plan.mesh.fsdp, "tensor": plan.mesh.tensor},
         "num_params": num_params,
+        "whole_over_tensor": dict(plan.whole_over_tensor),
         "bytes_per_device": per_device,
         "bytes_total": whole,
         "bytes_per_param": {part: round(size / num_params, 4) for part, size in whole.items()},

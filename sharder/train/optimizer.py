@@ -28,7 +28,7 @@ def decay_mask(declared: Declared) -> dict:
 
     def decays(axes: tuple[str, ...]) -> bool:
         # Stacking adds "layers"; what is left of a norm or a bias has no input dimension to decay along.
-        return len([a for a in axes if a not in ("layers", "qkv", "heads")]) > 1 and not declared.undecayed_axes & set(axes)
+        return len([a for a in axes if a not in ("layers", "heads", "kv_heads")]) > 1 and not declared.undecayed_axes & set(axes)
 
     return unflatten({path: decays(decl.axes) for path, decl in declared.params.items()})
 

@@ -60,11 +60,11 @@ def reference_logits(params: dict, tokens: np.ndarray, num_heads: int) -> np.nda
 
     x = w["embed/tokens"][tokens] + w["embed/positions"][: tokens.shape[1]]
     future = np.triu(np.ones((tokens.shape[1],) * 2, bool), 1)
-    for layer in range(len(w["blocks/qkv"])):
+    for layer in range(len(w["blocks/q"])):
         b = {path.removeprefix("blocks/"): a[layer] for path, a in w.items() if path.startswith("blocks/")}
         y = norm(x, b["norm1_scale"], b["norm1_bias"])
         for n in range(num_heads):
-            q, k, v = (y @ b["qkv"][:, n, i] + b["qkv_bias"][n, i] for i in range(3))
+            q, k, v = (y @ b[name][:, n] + b[f"{name}_bias"][n] for name in "qkv")
             scores = np.where(future, -np.inf, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]))
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             x = x + weights / weights.sum(-1, keepdims=True) @ v @ b["attn_out"][n]
@@ -252,6 +252,6 @@ def test_initial_values_have_gpt2s_standard_deviations():
     config = replace(TINY, embed_dim=64, num_layers=8, mlp_dim=256, vocab_size=256, padded_vocab_size=256, max_seq_len=64)
     params = flatten(jax.jit(lambda: initial_params(config, jax.random.key(0)), compiler_options=QUICK)())
     # "Language Models are Unsupervised Multitask Learners", 2.3: what writes to the residual stream has 1/sqrt(16) of 0.02.
-    expected = {"embed/tokens": 0.02} | {f"blocks/{name}": 0.02 for name in ("qkv", "mlp_in")}
+    expected = {"embed/tokens": 0.02} | {f"blocks/{name}": 0.02 for name in ("q", "k", "v", "mlp_in")}
     expected |= {f"blocks/{name}": 0.005 for name in ("attn_out", "mlp_out")}
     assert {path: float(np.std(params[path])) for path in expected} == pytest.approx(expected, rel=0.03)

@@ -171,3 +171,67 @@ def test_plan_json_counts_what_the_state_keeps():
     state = {"params/w": ((16,), "bfloat16", P()), "opt_state/0/mu/w": ((16,), "float32", spec), "step": ((), "int32", P())}
     found = json.loads(json.dumps(to_json(plan, state)))
     assert found["bytes_per_device"] | {"gradients": 0} == {"params": 32, "opt_state": 8, "ema": 0, "gradients": 0}
+
+
+EXAMPLE = AxisRules(names=frozenset({"embed", "mlp"}), tensor=("mlp",))
+
+
+@pytest.mark.parametrize(
+    "policy, shards",
+    [
+        ("zero", {"compute": (1024, 2048), "update": (1024, 512), "storage": (1024, 2048)}),
+        ("fsdp", {"compute": (1024, 2048), "update": (1024, 512), "storage": (1024, 512)}),
+    ],
+)
+def test_the_weight_of_the_documents_has_their_shards(policy, shards):
+    """Mesh (fsdp 4, tensor 2), a weight (1024, 4096) whose `mlp` both axes divide: real shards."""
+    mesh = MeshShape(1, 4, 2)
+    plan = plan_of({"w": ((1024, 4096), ("embed", "mlp"))}, mesh, EXAMPLE, policy=policy)
+    found = {
+        layout: jax.device_put(np.zeros((1024, 4096)), plan.shardings(layout, make_mesh(mesh))["w"]).addressable_shards[0].data.shape
+        for layout in LAYOUTS
+    }
+    assert found == shards
+
+
+def test_two_axes_on_one_mesh_axis_are_refused_with_their_sizes():
+    rules = AxisRules(names=frozenset({"heads", "mlp"}), tensor=("heads", "mlp"))
+    with pytest.raises(ValueError, match=r"shape \(4, 6\).*would divide heads 4 and mlp 6"):
+        plan_of({"w": ((4, 6), ("heads", "mlp"))}, rules=rules)
+
+
+@pytest.mark.parametrize("where", ["tensor", "storage", "replicable"])
+def test_rules_for_unknown_axes_are_refused(where):
+    with pytest.raises(ValueError, match=r"unknown logical axes \['width'\]; known: \['embed', 'mlp'\]"):
+        plan_of({}, rules=AxisRules(**({"names": EXAMPLE.names, "tensor": ("mlp",)} | {where: ("width",)})))
+
+
+GROUPED = AxisRules(names=frozenset({"embed", "heads", "kv_heads"}), tensor=("heads", "kv_heads"), storage=("embed",), replicable=("kv_heads",))
+PROJECTIONS = {"q": ((8, 8), ("embed", "heads")), "k": ((8, 2), ("embed", "kv_heads"))}
+
+
+@pytest.mark.parametrize("tensor, whole", [(2, {}), (4, {"kv_heads": 2}), (8, {"kv_heads": 2})])
+def test_key_heads_fewer_than_the_tensor_degree_are_whole_on_purpose(tensor, whole):
+    plan = plan_of(PROJECTIONS, MeshShape(1, 1, tensor), GROUPED)
+    assert dict(plan.whole_over_tensor) == whole and plan.indivisible() == []
+    assert tuple(plan.leaves["k"].compute) == (None, None if whole else "tensor")
+    assert tuple(plan.leaves["q"].compute) == (None, "tensor")
+
+
+def test_what_is_whole_on_purpose_is_told():
+    plan = plan_of(PROJECTIONS, MeshShape(1, 2, 4), GROUPED)
+    console = Console(width=250)
+    with console.capture() as captured:
+        console.print(explain(plan))
+    assert "whole on each of the 4 devices of a tensor group, on purpose, since 4 does not divide it: kv_heads is 2" in captured.get()
+    assert to_json(plan, {})["whole_over_tensor"] == {"kv_heads": 2}
+
+
+def test_query_heads_that_do_not_divide_are_still_a_finding():
+    found = plan_of({"q": ((8, 6), ("embed", "heads"))}, MeshShape(1, 1, 4), GROUPED).indivisible()
+    assert [(x.axis, x.dim_size, x.factor) for x in found] == [("heads", 6, 4)]
+
+
+def test_gpt_divides_its_vocabulary_in_storage_and_not_for_computation():
+    leaf = model_plan(recipes.load_recipe("gpt").model, MeshShape(1, 4, 2), policy="fsdp").leaves["embed/tokens"]
+    assert (tuple(leaf.storage), tuple(leaf.compute)) == (("fsdp", None), (None, None))

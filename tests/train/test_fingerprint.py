@@ -17,7 +17,7 @@ from sharder.train.fingerprint import combine, digests, hex_digest, leaf_digest,
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 device_digest = jax.jit(leaf_digest, static_argnums=0)
-PATH = "params/blocks/qkv"
+PATH = "params/blocks/q"
 
 
 def random_array(dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

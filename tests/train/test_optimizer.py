@@ -126,7 +126,7 @@ def test_average_of_bfloat16_parameters_is_exact_in_float32():
     assert found.dtype == jnp.float32 and found[0] == pytest.approx(1.1, rel=1e-6)
 
 
-TINY_LM_DECAYS = {"embed/tokens", "blocks/qkv", "blocks/attn_out", "blocks/mlp_in", "blocks/mlp_out", "head/out"}
+TINY_LM_DECAYS = {"embed/tokens", "blocks/q", "blocks/k", "blocks/v", "blocks/attn_out", "blocks/mlp_in", "blocks/mlp_out", "head/out"}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
 Source = Literal["auto", "text", "synthetic"]
 Split = Literal["auto", "document", "range"]
+OptimizerName = Literal["adamw", "adafactor", "muon"]
 
 
 class UserError(ValueError):
@@ -178,8 +179,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """An update rule with linear warm-up and cosine decay."""
 
+    name: OptimizerName = "adamw"
+    """adafactor: second moments of matrices by row and column, no first moment; muon: orthogonalised momentum for the
+    matrices of the blocks, adamw for the rest. Learning rates are on the scale of adamw's for all."""
     learning_rate: float = 1e-3
     """Peak, reached after warmup_steps."""
     warmup_steps: int = 20
@@ -188,14 +192,22 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.1
     """Learning rate from decay_steps on, as a fraction of the peak."""
     b1: float = 0.9
+    """Of adamw, as are b2 and eps."""
     b2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
+    """Of muon."""
+    factored_min_dim: int = 128
+    """Of adafactor: matrices with fewer rows or columns keep every second moment."""
     weight_decay: float = 0.1
     """Decoupled; biases, norms and positions are left out."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None: no clipping."""
 
     def __post_init__(self):
+        require_choice("optimizer.name", self.name, OptimizerName)
+        require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "in [0, 1)")
+        require(self.factored_min_dim >= 1, "optimizer.factored_min_dim", self.factored_min_dim, "at least 1")
         require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         require(

@@ -64,6 +64,12 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[str
             f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
             f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
         )
+    if config.optimizer.name != "adamw":
+        sums = {"adafactor": "means over rows and columns", "muon": "matrix products"}[config.optimizer.name]
+        found.append(
+            f"--optimizer.name is {config.optimizer.name} in exact mode, but its {sums} add up over divided dimensions, in an order that"
+            " depends on the devices: use adamw, or --parallel.reduction fast."
+        )
     if config.parallel.exact_memory == "lean":
         found += _lean_refusals(config, num_replicas)
     return found

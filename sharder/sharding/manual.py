@@ -64,6 +64,11 @@ class ManualLayout:
         spec = PartitionSpec(*("tensor" if a in self.plan.rules.tensor else None for a in axes))
         return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
+    num_replicas = 1  # the program is that of one replica
+
+    def divides(self, axis: str) -> bool:
+        return axis in self.plan.rules.tensor and self.plan.mesh.tensor > 1
+
     def scanned(self, body: Body, remat: str) -> Body:
         # Without a policy the gathered weights of every layer would be kept for the backward pass.
         return jax.checkpoint(body, policy=None if remat == "block" else jax.checkpoint_policies.dots_saveable)

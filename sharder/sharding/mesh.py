@@ -1,5 +1,6 @@
 """The device mesh (data, fsdp, tensor) and how many devices each axis gets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -63,9 +64,9 @@ def make_group_mesh(devices: tuple[jax.Device, ...]) -> Mesh:
     return Mesh(np.array(devices).reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def make_mesh(shape: MeshShape) -> Mesh:
-    """Mesh over all devices of all processes, tensor fastest, so that a tensor group is inside one process."""
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh over these devices, by default all of all processes, tensor fastest, so that a tensor group is inside one process."""
+    devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     grid = np.array(devices).reshape(shape.data, shape.fsdp, shape.tensor)
     # jax.make_mesh would choose Explicit axes in new releases, and another device order.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

@@ -8,11 +8,13 @@
 Tensor parallelism divides the model's tensor axes in all three.
 """
 
+import math
 from typing import Literal
 
 from jax.sharding import PartitionSpec
 
 from sharder.sharding.axes import AxisRules
+from sharder.sharding.mesh import MeshShape
 
 Layout = Literal["storage", "compute", "update"]
 LAYOUTS: tuple[Layout, ...] = ("storage", "compute", "update")
@@ -52,3 +54,13 @@ def only_axes(spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> PartitionSpec:
 def without_fsdp(spec: PartitionSpec) -> PartitionSpec:
     """The same partition, whole over the fsdp axis."""
     return only_axes(spec, ("data", "tensor"))
+
+
+def stacked_matrices(num_matrices: int, mesh: MeshShape) -> PartitionSpec:
+    """Layout (matrices, rows, columns) of whole matrices over the devices that share state: by number, as far as that divides.
+
+    For work on each matrix as a whole, as Muon's: divided matrices would need a sum over devices for every product.
+    """
+    choices = (("fsdp", "tensor"), ("fsdp",), ("tensor",), ())
+    names = next(c for c in choices if num_matrices % math.prod(mesh.size(n) for n in c) == 0)
+    return PartitionSpec(names or None, None, None)

@@ -1,5 +1,6 @@
 """Everything about a run that is known before anything is allocated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -40,14 +41,16 @@ class Setup:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def prepare(config: RunConfig) -> Setup:
-    """Mesh, declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings."""
-    shape = resolve_mesh_shape(config.parallel, jax.device_count(), jax.local_device_count())
+def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Setup:
+    """Mesh over `devices` (default: all), declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings."""
+    devices = devices or jax.devices()
+    num_local = sum(d.process_index == jax.process_index() for d in devices)
+    shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     config, why_fast = settle_reduction(config, plan, jax.default_backend(), device_memory_bytes())
     check(config, plan)
-    mesh = make_mesh(shape)
+    mesh = make_mesh(shape, devices)
     accounting, workers = account(config, shape.num_replicas), None
     batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
     if isinstance(accounting, WorkerAccounting):

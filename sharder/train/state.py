@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharder.config import RunConfig
 from sharder.models.build import Declared, initial_params, unflatten
 from sharder.sharding.plan import Plan
-from sharder.train.optimizer import make_optimizer, to_float32
+from sharder.train.optimizer import make_optimizer, optimizer_spec, to_float32
 
 Tree = Any
 
@@ -58,19 +58,13 @@ def declare_state(config: RunConfig, declared: Declared) -> TrainState:
 
 
 def state_specs(config: RunConfig, declared: Declared, plan: Plan) -> TrainState:
-    """PartitionSpec of every leaf at rest: parameters in the storage layout, what the optimizer keeps in the update
-    layout, scalars whole."""
-    optimizer = make_optimizer(config.optimizer, declared)
+    """PartitionSpec of every leaf at rest: parameters in the storage layout, what the optimizer keeps as `optimizer_spec`
+    says, the moving average in the update layout."""
     abstract = declare_state(config, declared)
     storage = unflatten({p: leaf.storage for p, leaf in plan.leaves.items()})
     update = unflatten({p: leaf.update for p, leaf in plan.leaves.items()})
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda _, spec: spec,
-        abstract.opt_state,
-        update,
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    opt_state = jax.tree_util.tree_map_with_path(
+        lambda path, x: optimizer_spec("/".join(map(_name, path)), x.shape, plan), abstract.opt_state
     )
     return TrainState(PartitionSpec(), storage, opt_state, None if abstract.ema is None else update)
 

@@ -18,6 +18,7 @@ from sharder.models.build import unflatten
 from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
+from sharder.sharding.policy import stacked_matrices
 from sharder.train.fingerprint import digests, rows_digest
 from sharder.train.optimizer import clipped, global_norm, make_optimizer, moving_average, schedule, to_float32
 from sharder.train.setup import Setup
@@ -37,10 +38,16 @@ def example_keys(seed: jax.Array, step: jax.Array, slots: jax.Array) -> jax.Arra
     return jax.vmap(jax.random.fold_in, (None, 0))(key, slots)
 
 
+def place_matrices(matrices_LRC: jax.Array, setup: Setup) -> jax.Array:
+    """Whole matrices, each on as few devices as their number allows."""
+    spec = stacked_matrices(matrices_LRC.shape[0], setup.plan.mesh)
+    return with_sharding_constraint(matrices_LRC, NamedSharding(setup.mesh, spec))
+
+
 def apply_update(setup: Setup, state: TrainState, grads, norm: jax.Array) -> TrainState:
     """The optimizer on gradients of the mean loss whose global norm is `norm`, everything in the update layout."""
     config = setup.config
-    optimizer = make_optimizer(config.optimizer, setup.declared)
+    optimizer = make_optimizer(config.optimizer, setup.declared, lambda matrices: place_matrices(matrices, setup))
     params32 = to_float32(state.params)
     updates, opt_state = optimizer.update(clipped(grads, norm, config.optimizer.clip_norm), state.opt_state, params32)
     new32 = optax.apply_updates(params32, updates)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full test-exact test-latest bench clean
+.PHONY: demo test test-full test-exact test-parity test-latest bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another one with make PYTHON=...")'
@@ -25,6 +25,11 @@ test-full: $(VENV)/.ready
 # Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
 test-exact: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
+
+# Against the libraries whose models we read; downloads them (torch, transformers).
+test-parity: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parity]'
+	$(BIN)/python -m pytest -rs tests/parity
 
 # The newest Python found on this machine, and the newest libraries that pyproject.toml allows on it.
 test-latest:

@@ -75,7 +75,7 @@ class TransformerConfig:
         check_precision(self)
 
 
-def check_precision(model: "TransformerConfig | MlpConfig") -> None:
+def check_precision(model: "ModelConfig") -> None:
     """The choices that every model has."""
     require_choice("model.param_dtype", model.param_dtype, Dtype)
     require_choice("model.compute_dtype", model.compute_dtype, Dtype)
@@ -101,7 +101,66 @@ class MlpConfig:
         check_precision(self)
 
 
-ModelConfig = Union[TransformerConfig, MlpConfig]
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Decoder-only language model with rotary positions, grouped queries, RMS norms and a gated feed-forward (Llama family)."""
+
+    vocab_size: int = 256
+    padded_vocab_size: int = 256
+    """Rows of the embedding table; rows from vocab_size on are masked in the loss."""
+    max_seq_len: int = 256
+    """Longest sequence, and the length of the key-value cache in generation."""
+    embed_dim: int = 128
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    """Key-value heads, each shared by num_heads / num_kv_heads query heads."""
+    head_dim: int = 16
+    mlp_dim: int = 384
+    num_layers: int = 4
+    rope_theta: float = 500_000.0
+    """Base of the rotary wavelengths."""
+    rope_factor: float | None = None
+    """Stretch long wavelengths by this factor, as Llama 3.1 does; unset: none are."""
+    rope_low_freq_factor: float = 1.0
+    """Wavelengths beyond rope_original_seq_len / this are stretched whole."""
+    rope_high_freq_factor: float = 4.0
+    """Wavelengths below rope_original_seq_len / this stay."""
+    rope_original_seq_len: int = 8192
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    param_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "float32"
+    remat: Remat = "none"
+
+    def __post_init__(self):
+        counts = (
+            "vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
+            "num_layers", "rope_original_seq_len",
+        )  # fmt: skip
+        for name in counts:
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        require(
+            self.padded_vocab_size >= self.vocab_size, "model.padded_vocab_size", self.padded_vocab_size,
+            f"at least --model.vocab-size, which is {self.vocab_size}",
+        )  # fmt: skip
+        require(
+            self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads,
+            f"a divisor of --model.num-heads, which is {self.num_heads}",
+        )  # fmt: skip
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even: rotary positions turn pairs")
+        require(self.rope_theta > 1, "model.rope_theta", self.rope_theta, "above 1")
+        require(self.rope_factor is None or self.rope_factor >= 1, "model.rope_factor", self.rope_factor, "at least 1, or None")
+        require(self.rope_low_freq_factor > 0, "model.rope_low_freq_factor", self.rope_low_freq_factor, "above 0")
+        require(
+            self.rope_high_freq_factor > self.rope_low_freq_factor, "model.rope_high_freq_factor", self.rope_high_freq_factor,
+            f"above --model.rope-low-freq-factor, which is {self.rope_low_freq_factor}",
+        )  # fmt: skip
+        require(self.norm_eps > 0, "model.norm_eps", self.norm_eps, "above 0")
+        check_precision(self)
+
+
+ModelConfig = Union[TransformerConfig, LlamaConfig, MlpConfig]
+LANGUAGE_MODELS = (TransformerConfig, LlamaConfig)
 
 
 @dataclass(frozen=True)
@@ -311,7 +370,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, MlpConfig)}
+MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, LlamaConfig, MlpConfig)}
 
 
 def to_dict(config: RunConfig) -> dict:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from sharder.config import MlpConfig, ModelConfig, TransformerConfig
+from sharder.config import LlamaConfig, MlpConfig, ModelConfig, TransformerConfig
+from sharder.models.llama import Llama
 from sharder.models.mlp import Mlp
 from sharder.models.transformer import Transformer
 from sharder.sharding.axes import AxisRules, ParamDecl
 
-MODELS = {TransformerConfig: Transformer, MlpConfig: Mlp}
+MODELS = {TransformerConfig: Transformer, LlamaConfig: Llama, MlpConfig: Mlp}
 
 
 def build_model(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:

@@ -13,6 +13,9 @@ RECIPES = {
     "gpt_medium": "sharder.recipes.gpt:gpt_medium",
     "gpt_large": "sharder.recipes.gpt:gpt_large",
     "gpt_xl": "sharder.recipes.gpt:gpt_xl",
+    "llama_tiny": "sharder.recipes.llama:llama_tiny",
+    "llama": "sharder.recipes.llama:llama",
+    "llama_8b": "sharder.recipes.llama:llama_8b",
     "mlp": "sharder.recipes.mlp:mlp",
 }
 

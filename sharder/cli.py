@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sharder.config import RunConfig, UserError, to_dict
+from sharder.config import ClusterConfig, ParallelConfig, RunConfig, UserError, to_dict
 
 WithConfig = Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
 
@@ -153,8 +154,6 @@ def verify(arguments: list[str]) -> int:
         raise UserError("--step goes with --leaves: without it every step that both runs logged is compared.")
     if leaves:
         return _verify_leaves(run_a, run_b, step, as_json)
-    import dataclasses
-
     from sharder.report.verify import compare, describe
 
     result = compare(run_a, run_b)
@@ -246,17 +245,24 @@ def generate(arguments: list[str]) -> int:
     run, config, rest = _run_config(arguments, "sharder generate RUN --prompt TEXT")
 
     def command(
-        prompt: str, max_new_tokens: int = 64, step: int | None = None, sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+        prompt: str,
+        max_new_tokens: int = 64,
+        step: int | None = None,
+        sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(),
+        # One device, however the run was trained.
+        parallel: ParallelConfig = ParallelConfig(policy="dp"),
+        cluster: ClusterConfig = config.cluster,
     ) -> tuple:
         """
         Args:
             prompt: Text to continue.
             max_new_tokens: Tokens to add.
             step: Checkpoint; unset: the latest.
+            parallel: How devices share the work; unset degrees are 1.
         """
-        return prompt, max_new_tokens, step, sampling
+        return prompt, max_new_tokens, step, sampling, dataclasses.replace(config, parallel=parallel, cluster=cluster)
 
-    prompt, new, step, sampling = tyro.cli(command, args=rest, prog="sharder generate RUN", description=generate.__doc__)
+    prompt, new, step, sampling, config = tyro.cli(command, args=rest, prog="sharder generate RUN", description=generate.__doc__)
     from sharder.serve.generate import generate_text
 
     print(generate_text(config, run, step, prompt, new, sampling))

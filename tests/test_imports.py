@@ -22,7 +22,7 @@ RANKS = [
     {"preflight"},
     {"train"},
     {"serve", "sim", "launch", "report"},
-    {"cli"},
+    {"cli", "session"},
 ]
 ALLOWED_SIDEWAYS = {("launch", "report"), ("sharding", "ops")}  # the demo compares two runs; a layout serves the ops' protocol
 
@@ -65,7 +65,7 @@ def test_an_upward_import_would_be_seen():
     assert violations({"models": {"train"}, "ops": {"models"}}) == ["models imports train", "ops imports models"]
 
 
-@pytest.mark.parametrize("module", ["sharder", "sharder.config", "sharder.events", "sharder.stop", "sharder.recipes", "sharder.cli"])
+@pytest.mark.parametrize("module", ["sharder", "sharder.config", "sharder.events", "sharder.stop", "sharder.recipes", "sharder.cli", "sharder.session"])
 def test_loads_no_jax(module):
     assert_loads_no_jax([module])
 

@@ -3,6 +3,7 @@
 Shape letters: B batch (1 here), L the model's number of positions, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder import checkpoint
-from sharder.config import RunConfig, TransformerConfig, UserError
+from sharder import checkpoint, cluster
+from sharder.config import LANGUAGE_MODELS, ModelConfig, ParallelConfig, RunConfig, UserError
 from sharder.data.tokenize import open_tokenizer
-from sharder.models.build import Declared, declare, unflatten
+from sharder.models.build import declare, unflatten
+from sharder.ops.layout import SINGLE, Layout
 from sharder.serve.sampling import Sampling
+from sharder.sharding.compute import ComputeLayout
+from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
+from sharder.sharding.plan import Plan, make_plan
 from sharder.train.saved import verify_leaves
 
 
@@ -29,7 +34,7 @@ def choose_token(logits_V: jax.Array, key: jax.Array, temperature: jax.Array, to
     return jnp.where(temperature == 0, jnp.argmax(logits_V), sampled).astype(jnp.int32)
 
 
-def make_generator(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
+def make_generator(graphdef: nnx.GraphDef, layout: Layout = SINGLE) -> Callable[..., jax.Array]:
     """The compiled (params, tokens (L,), prompt_len, num_new, seed, temperature, top_k) -> tokens (L,).
 
     Lengths, seed, temperature and k are traced, so that one program serves every request.
@@ -38,7 +43,7 @@ def make_generator(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
     def generate(params, tokens_L, prompt_len, num_new, seed, temperature, top_k):
         model = nnx.merge(graphdef, params)
         key = jax.random.key(seed)
-        logits_BLV, cache = model.prefill(tokens_L[None])
+        logits_BLV, cache = model.prefill(tokens_L[None], layout=layout)
         logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], prompt_len - 1, keepdims=False)
 
         def not_done(carry):
@@ -48,7 +53,7 @@ def make_generator(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
             position, tokens_L, logits_V, cache = carry
             token = choose_token(logits_V, jax.random.fold_in(key, position), temperature, top_k)
             tokens_L = tokens_L.at[position].set(token)
-            logits_BV, cache = model.decode(token[None], position, cache)
+            logits_BV, cache = model.decode(token[None], position, cache, layout=layout)
             return position + 1, tokens_L, logits_BV[0], cache
 
         return jax.lax.while_loop(not_done, body, (prompt_len, tokens_L, logits_V, cache))[1]
@@ -56,7 +61,7 @@ def make_generator(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
     return jax.jit(generate)
 
 
-def check_request(config: TransformerConfig, num_prompt: int, num_new: int, sampling: Sampling) -> None:
+def check_request(config: ModelConfig, num_prompt: int, num_new: int, sampling: Sampling) -> None:
     """Raises UserError for a request that the model cannot serve."""
     room = config.max_seq_len
     if num_prompt == 0:
@@ -74,32 +79,62 @@ def check_request(config: TransformerConfig, num_prompt: int, num_new: int, samp
         raise UserError(f"--top-k is {sampling.top_k}, but must be at least 0 (0: no limit).")
 
 
-def load_params(declared: Declared, run_dir: Path, step: int) -> dict:
-    """The parameters of a checkpoint on the first device, verified; optimizer state is not read."""
-    place = SingleDeviceSharding(jax.devices()[0])
+def place(config: ModelConfig, parallel: ParallelConfig) -> tuple[Plan, Mesh]:
+    """Plan and mesh of a model over the first data x fsdp x tensor devices (unset: 1); all replicas compute the same text.
+
+    Raises UserError where there are fewer devices, or a dimension does not divide.
+    """
+    parallel = dataclasses.replace(parallel, data=parallel.data or 1, fsdp=parallel.fsdp or 1)
+    count = parallel.data * parallel.fsdp * parallel.tensor
+    if count > jax.device_count():
+        raise UserError(
+            f"--parallel.data {parallel.data} x --parallel.fsdp {parallel.fsdp} x --parallel.tensor {parallel.tensor} = {count} devices,"
+            f" but there are {jax.device_count()}; on a CPU add --cluster.cpu-devices {count}."
+        )
+    declared = declare(config)
+    shape = resolve_mesh_shape(parallel, count, count)
+    plan = make_plan(declared.params, declared.rules, parallel, shape)
+    bad = plan.indivisible()
+    if bad:
+        raise UserError(
+            f"{bad[0].axis} is {bad[0].dim_size}, which does not divide into {bad[0].factor} ({bad[0].path}, shape {bad[0].shape}):"
+            " choose other degrees."
+        )
+    return plan, make_mesh(shape, jax.devices()[:count])
+
+
+def load_params(plan: Plan, mesh: Mesh, run_dir: Path, step: int) -> dict:
+    """The parameters of a checkpoint in the plan's storage layout, verified; optimizer state is not read."""
+    shardings = plan.shardings("storage", mesh)
     target = {
-        f"params/{path}": jax.ShapeDtypeStruct(decl.shape, jnp.dtype(decl.dtype), sharding=place)
-        for path, decl in declared.params.items()
+        f"params/{path}": jax.ShapeDtypeStruct(leaf.decl.shape, jnp.dtype(leaf.decl.dtype), sharding=shardings[path])
+        for path, leaf in plan.leaves.items()
     }
     leaves = checkpoint.restore(run_dir, step, target)
-    verify_leaves(run_dir, step, leaves, None)
+    verify_leaves(run_dir, step, leaves, NamedSharding(mesh, PartitionSpec()))
     return unflatten(leaves)["params"]
 
 
 def generate_text(
     config: RunConfig, run_dir: Path, step: int | None, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> str:
-    """Prompt and continuation. Raises UserError where the run, the prompt or the lengths do not allow it."""
-    if not isinstance(config.model, TransformerConfig):
+    """Prompt and continuation, on the mesh of `config.parallel`.
+
+    Raises UserError where the run, the mesh, the prompt or the lengths do not allow it.
+    """
+    if not isinstance(config.model, LANGUAGE_MODELS):
         raise UserError(f"{run_dir} is a run of {type(config.model).__name__}, which has no text to generate.")
     tokenizer = open_tokenizer(config.data.tokenizer)
     ids = tokenizer.encode(prompt)
     check_request(config.model, len(ids), max_new_tokens, sampling)
-    declared = declare(config.model)
-    params = load_params(declared, run_dir, checkpoint.choose_step(run_dir, step))
+    step = checkpoint.choose_step(run_dir, step)
+    cluster.initialize(config.cluster)
+    plan, mesh = place(config.model, config.parallel)
+    params = load_params(plan, mesh, run_dir, step)
+    layout = ComputeLayout(mesh, plan, "storage", divide_batch=False)
     tokens_L = np.zeros(config.model.max_seq_len, np.int32)
     tokens_L[: len(ids)] = ids
     request = (np.int32(len(ids)), np.int32(max_new_tokens), np.uint32(sampling.seed))
-    generate = make_generator(declared.graphdef)
+    generate = make_generator(declare(config.model).graphdef, layout)
     tokens_L = generate(params, tokens_L, *request, np.float32(sampling.temperature), np.int32(sampling.top_k))
     return tokenizer.decode(np.asarray(tokens_L)[: len(ids) + max_new_tokens].tolist())

@@ -9,8 +9,10 @@ from small import small
 
 from sharder import checkpoint
 from sharder.config import UserError
+from sharder.config import ParallelConfig
 from sharder.models.build import declare, initial_params
-from sharder.serve.generate import check_request, choose_token, generate_text, load_params, make_generator
+from sharder.serve import generate as module
+from sharder.serve.generate import check_request, choose_token, generate_text, make_generator
 from sharder.serve.sampling import Sampling
 from sharder.stop import StopRequest
 from sharder.train.loop import train
@@ -27,6 +29,18 @@ def trained(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     train(config, run_dir, "auto", StopRequest())
     return config, run_dir
+
+
+ONE = ParallelConfig(policy="dp")
+
+
+@pytest.fixture(autouse=True)
+def backend_is_up(monkeypatch):
+    monkeypatch.setattr(module.cluster, "initialize", lambda _: None)
+
+
+def load_params(declared, run_dir, step):
+    return module.load_params(*module.place(small().model, ONE), run_dir, step)
 
 
 def generate(generator, params, prompt, num_new, temperature=0.0, top_k=0, seed=0, length=32):
@@ -77,6 +91,7 @@ def test_loading_replaces_a_fresh_models_logits_bit_for_bit(trained):
 
 def test_the_same_seed_gives_the_same_text_and_another_another(trained):
     config, run_dir = trained
+    config = dataclasses.replace(config, parallel=ONE)
     texts = [generate_text(config, run_dir, None, "The ", 20, Sampling(temperature=1.0, seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("The ")
 
@@ -109,3 +124,30 @@ def test_sampling_follows_the_probabilities():
 def test_a_request_that_cannot_be_served_is_refused(num_prompt, num_new, sampling, message):
     with pytest.raises(UserError, match=message):
         check_request(small().model, num_prompt, num_new, sampling)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(data=2, tensor=2), ParallelConfig(policy="fsdp", fsdp=4, tensor=2)], ids=["data 2, tensor 2", "fsdp 4, tensor 2"]
+)
+def test_a_mesh_gives_the_greedy_tokens_of_one_device(trained, parallel):
+    config, run_dir = trained
+    one, many = (
+        generate_text(dataclasses.replace(config, parallel=p), run_dir, None, "The na", 20, GREEDY) for p in (ONE, parallel)
+    )
+    assert many == one
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        (ParallelConfig(data=4, tensor=4), "= 16 devices, but there are 8; on a CPU add --cluster.cpu-devices 16"),
+        (ParallelConfig(tensor=8), "heads is 4, which does not divide into 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_with_the_numbers(trained, parallel, message):
+    config, run_dir = trained
+    with pytest.raises(UserError, match=message):
+        generate_text(dataclasses.replace(config, parallel=parallel), run_dir, None, "The na", 20, GREEDY)

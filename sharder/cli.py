@@ -162,8 +162,6 @@ def verify(arguments: list[str]) -> int:
 
 
 def _verify_leaves(run_a: Path, run_b: Path, step: int | None, as_json: bool) -> int:
-    import dataclasses
-
     from sharder.report.verify import check_comparable
     from sharder.serve.leaves import compare_leaves, newest_common_step, table
 

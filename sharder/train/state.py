@@ -34,7 +34,7 @@ def _name(key) -> str:
 
 
 def by_path(state: TrainState) -> dict[str, Any]:
-    """Leaves by path ("params/blocks/qkv", "opt_state/0/mu/blocks/qkv"), sorted; works for arrays, shapes and shardings."""
+    """Leaves by path ("params/blocks/q", "opt_state/0/mu/blocks/q"), sorted; works for arrays, shapes and shardings."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return dict(sorted(("/".join(map(_name, path)), leaf) for path, leaf in leaves))
 

@@ -42,6 +42,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/loader.py
 	$(BIN)/python bench/exact.py
+	$(BIN)/python bench/sharding.py
 
 clean:
 	rm -rf $(VENV) .venv-latest

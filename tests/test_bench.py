@@ -40,6 +40,14 @@ def test_loader_prints_its_figures():
     assert all(math.isfinite(line["value"]) for line in lines.values())
 
 
+@pytest.mark.slow
+def test_sharding_prints_its_figures():
+    lines = quick("sharding")
+    expected = {f"{figure}_{policy}_tensor_1" for figure in ("step_s", "scratch_bytes") for policy in ("dp", "zero", "fsdp")}
+    assert set(lines) == expected | {"compile_s_2_layers", "compile_s_4_layers"}
+    assert all(line["value"] > 0 for line in lines.values())
+
+
 def test_step_prints_its_figures_with_and_without_torch():
     lines = quick("step")
     if importlib.util.find_spec("torch"):

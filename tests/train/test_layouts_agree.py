@@ -82,3 +82,16 @@ def test_every_optimizer_and_policy_trains_as_one_device(name, policy):
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizers_of_matrices_agree_under_tensor_parallelism(name):
     agrees(name, "fsdp", 2)
+
+
+def test_the_compiled_step_does_not_grow_with_depth():
+    def num_lines(num_layers: int) -> int:
+        config = replace(small(), parallel=ONE, model=replace(small().model, num_layers=num_layers))
+        setup = prepare(config, jax.devices()[:1])
+        state = create_state(config, setup.declared, setup.state_shardings)
+        batch = setup.batch.abstract({k: np.zeros((1, 32), np.int32) for k in ("inputs", "targets")})
+        seed = jax.device_put(np.uint32(0), setup.replicated())
+        stop = jax.device_put(np.zeros(1, np.int32), stop_sharding(setup.mesh))
+        return len(compile_step(setup, (state, batch, seed, stop)).as_text().splitlines())
+
+    assert num_lines(6) == pytest.approx(num_lines(3), rel=0.02)

@@ -13,6 +13,7 @@ from sharder.config import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
+    LlamaConfig,
     LogConfig,
     MlpConfig,
     OptimizerConfig,
@@ -46,6 +47,19 @@ REFUSED = [
     (TransformerConfig, "num_heads", 3),
     (TransformerConfig, "dropout_rate", -0.1),
     (TransformerConfig, "dropout_rate", 1.0),
+    *((LlamaConfig, name, 0) for name in ("vocab_size", "max_seq_len", "embed_dim", "mlp_dim", "num_layers", "num_heads")),
+    (LlamaConfig, "padded_vocab_size", 255),
+    (LlamaConfig, "num_kv_heads", 0),
+    (LlamaConfig, "num_kv_heads", 3),
+    (LlamaConfig, "head_dim", 0),
+    (LlamaConfig, "head_dim", 15),
+    (LlamaConfig, "rope_theta", 1.0),
+    (LlamaConfig, "rope_factor", 0.5),
+    (LlamaConfig, "rope_low_freq_factor", 0.0),
+    (LlamaConfig, "rope_high_freq_factor", 1.0),
+    (LlamaConfig, "rope_original_seq_len", 0),
+    (LlamaConfig, "norm_eps", 0.0),
+    (LlamaConfig, "param_dtype", "float64"),
     *((MlpConfig, name, 0) for name in ("input_dim", "hidden_dim", "num_layers", "output_dim")),
     (DataConfig, "seq_len", 0),
     (DataConfig, "validation_fraction", -0.1),
@@ -64,6 +78,10 @@ REFUSED = [
     (TransformerConfig, "compute_dtype", "float16"),
     (MlpConfig, "remat", "all"),
     *((ParallelConfig, name, 0) for name in ("data", "fsdp", "tensor")),
+    (OptimizerConfig, "name", "sgd"),
+    (OptimizerConfig, "momentum", 1.0),
+    (OptimizerConfig, "momentum", -0.1),
+    (OptimizerConfig, "factored_min_dim", 0),
     (OptimizerConfig, "learning_rate", 0.0),
     (OptimizerConfig, "learning_rate", float("nan")),
     (OptimizerConfig, "warmup_steps", -1),
@@ -93,7 +111,7 @@ REFUSED = [
     (ClusterConfig, "cpu_devices", 0),
     (ClusterConfig, "bringup_timeout_s", 0),
 ]
-SECTION = {MlpConfig: "model", TransformerConfig: "model"} | {
+SECTION = {MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model"} | {
     f.type: f.name for f in dataclasses.fields(RunConfig) if f.name != "model"
 }
 

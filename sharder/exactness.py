@@ -20,6 +20,9 @@ GPU_FLAGS = {
 }
 """What exact mode adds to XLA_FLAGS on GPU, and why. Options of XLA (xla.proto, DebugOptions)."""
 
+UNORDERED_OPTIMIZERS = {"adafactor": "means over rows and columns", "muon": "matrix products"}
+"""Optimizers that are not elementwise, and what they add up."""
+
 KERNELS = {
     "scatter": "the gradient of a look-up, added up by atomics",
     "cudnn_attention_backward": "cuDNN's attention, whose backward pass adds up in an order of its own",
@@ -64,11 +67,10 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[str
             f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
             f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
         )
-    if config.optimizer.name != "adamw":
-        sums = {"adafactor": "means over rows and columns", "muon": "matrix products"}[config.optimizer.name]
+    if config.optimizer.name in UNORDERED_OPTIMIZERS:
         found.append(
-            f"--optimizer.name is {config.optimizer.name} in exact mode, but its {sums} add up over divided dimensions, in an order that"
-            " depends on the devices: use adamw, or --parallel.reduction fast."
+            f"--optimizer.name is {config.optimizer.name} in exact mode, but its {UNORDERED_OPTIMIZERS[config.optimizer.name]} add up over"
+            " divided dimensions, in an order that depends on the devices: use adamw, or --parallel.reduction fast."
         )
     if config.parallel.exact_memory == "lean":
         found += _lean_refusals(config, num_replicas)

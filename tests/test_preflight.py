@@ -28,6 +28,15 @@ def test_every_recipe_fits_eight_devices(recipe, policy):
     assert findings(*planned(config, MeshShape(1, 8, 1))) == []
 
 
+@pytest.mark.parametrize("num_devices", [128, 256, 768])
+def test_the_biases_of_projections_never_block_fsdp(num_devices):
+    """head_dim is 64; embed is 768 and the padded vocabulary 50432 = 197 x 256 (768 needs another)."""
+    padded = -(-50257 // num_devices) * num_devices
+    config = change(load_recipe("gpt"), parallel={"policy": "fsdp"}, model={"padded_vocab_size": padded}, train={"global_batch_size": num_devices})
+    config, plan = planned(config, MeshShape(1, num_devices, 1))
+    assert findings(config, plan) == [] and not plan.leaves["blocks/q_bias"].divided
+
+
 def test_all_findings_come_at_once():
     config = change(small(), parallel={"policy": "fsdp"}, data={"seq_len": 64})
     found = findings(*planned(config, MeshShape(1, 6, 1)))

@@ -89,6 +89,7 @@ class Transformer(LanguageModel):
         # embed before heads and mlp: an odd number of heads never blocks FSDP. head_dim is left for the bias of the projections.
         storage=("vocab", "embed", "mlp", "head_dim"),
         replicable=("kv_heads",),
+        optional=("head_dim",),
     )
     undecayed_axes = frozenset({"positions"})
 

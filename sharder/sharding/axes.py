@@ -19,6 +19,9 @@ class AxisRules:
     """Axes in `tensor` that stay whole, on purpose, where the tensor degree does not divide them: every device of a tensor
     group then holds and computes all of it."""
 
+    optional: tuple[str, ...] = ()
+    """Storage axes that small parameters alone depend on: where the fsdp degree does not divide them, these stay whole."""
+
     @property
     def storage_axes(self) -> tuple[str, ...]:
         return self.storage or self.tensor
@@ -40,7 +43,7 @@ class ParamDecl:
 
 def check_rules(rules: AxisRules) -> None:
     """Raises ValueError (a mistake in a model, not of the user) for rules about axes that the model does not have."""
-    unknown = sorted({*rules.tensor, *rules.storage, *rules.replicable} - rules.names)
+    unknown = sorted({*rules.tensor, *rules.storage, *rules.replicable, *rules.optional} - rules.names)
     if unknown:
         raise ValueError(f"rules for unknown logical axes {unknown}; known: {sorted(rules.names)}")
 

@@ -48,6 +48,11 @@ class ManualLayout:
         assert plan.policy == "fsdp"
         self.plan = plan
 
+    num_replicas = 1  # what a device sees is its own
+
+    def divides(self, axis: str) -> bool:
+        return axis in self.plan.rules.tensor and self.plan.mesh.tensor > 1
+
     def weights(self, name: str, params: Tree, dtype: str) -> Tree:
         def one(path, p):
             leaf = self.plan.leaves["/".join((name, *(str(k.key) for k in path)))]
@@ -63,11 +68,6 @@ class ManualLayout:
             return x
         spec = PartitionSpec(*("tensor" if a in self.plan.rules.tensor else None for a in axes))
         return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
-
-    num_replicas = 1  # the program is that of one replica
-
-    def divides(self, axis: str) -> bool:
-        return axis in self.plan.rules.tensor and self.plan.mesh.tensor > 1
 
     def scanned(self, body: Body, remat: str) -> Body:
         # Without a policy the gathered weights of every layer would be kept for the backward pass.

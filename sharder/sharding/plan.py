@@ -40,7 +40,7 @@ class LeafPlan:
     path: str
     decl: ParamDecl
     small: bool
-    """Whole because of MIN_SHARD_ELEMENTS."""
+    """Whole because of MIN_SHARD_ELEMENTS, or by the model's permission."""
     storage: PartitionSpec
     compute: PartitionSpec
     update: PartitionSpec
@@ -104,6 +104,14 @@ class Plan:
         return sum(bytes_per_device(x.decl.shape, x.decl.dtype, x.spec(layout), self.mesh) for x in self.leaves.values())
 
 
+def does_not_divide_by_permission(decl: ParamDecl, update: PartitionSpec, rules: AxisRules, mesh: MeshShape) -> bool:
+    """Whether fsdp would divide one of the axes that the model lets stay whole, and its size does not allow it."""
+    return any(
+        axis in rules.optional and "fsdp" in (entry or ()) and size % divisor(entry, mesh)
+        for axis, size, entry in zip(decl.axes, decl.shape, update)
+    )
+
+
 def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:
     """Raises ValueError for an axis name that the model's rules do not know, and for two axes on one mesh axis."""
     check_rules(rules)
@@ -116,7 +124,9 @@ def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: Parall
     for path, decl in decls.items():
         specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
         pieces = math.prod(divisor(entry, mesh) for entry in specs["update"])
-        small = mesh.fsdp > 1 and math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces
+        small = mesh.fsdp > 1 and (
+            math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces or does_not_divide_by_permission(decl, specs["update"], rules, mesh)
+        )
         if small or path in parallel.replicate:
             specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
         leaves[path] = LeafPlan(path, decl, small, **specs)

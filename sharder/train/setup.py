@@ -42,7 +42,8 @@ class Setup:
 
 
 def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Setup:
-    """Mesh over `devices` (default: all), declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings."""
+    """Mesh over `devices` (default: all), declared parameters, plan, the mode settled,
+    and preflight. Raises UserError with all findings."""
     devices = devices or jax.devices()
     num_local = sum(d.process_index == jax.process_index() for d in devices)
     shape = resolve_mesh_shape(config.parallel, len(devices), num_local)

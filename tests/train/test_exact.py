@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import small_dropout
+from small import needs_tested_jax, small_dropout
 
 from sharder.config import MlpConfig, UserError
 from sharder.data.loader import read_step
@@ -21,6 +21,7 @@ from sharder.train.setup import prepare
 from sharder.train.state import by_path, create_state
 from sharder.train.step import compile_step
 from sharder.train.stepping import Stepper
+from sharder.train.workers import WorkerSlots
 
 
 def change(config, **sections):
@@ -120,6 +121,7 @@ def test_tensor_parallel_replicas_agree_among_themselves(on_devices):
     agree(on_devices, exact(policy="fsdp", tensor=2), [(1, 1), (1, 2), (2, 2)])
 
 
+@needs_tested_jax  # with 0.12 the update of some of its shards has other bits
 def test_the_mlp_agrees_too(on_devices):
     config = change(exact(policy="fsdp"), data={"num_examples": 256}, train={"global_batch_size": 64})
     config = dataclasses.replace(config, model=MlpConfig(input_dim=16, hidden_dim=32, num_layers=2, output_dim=8))
@@ -285,7 +287,7 @@ def library_norm(monkeypatch):
 
 
 def psum_reduction(monkeypatch):
-    import sharder.train.exact as module
+    import sharder.train.workers as module
 
     def psum(x, dim, data, fsdp, divided):
         whole = jax.lax.psum(x, ("data", "fsdp"))
@@ -298,7 +300,7 @@ def psum_reduction(monkeypatch):
 
 
 def noise_by_device(monkeypatch):
-    monkeypatch.setattr(ExactStep, "_first_example", lambda self, slot, replica: np.int32(replica))
+    monkeypatch.setattr(WorkerSlots, "_first_example", lambda self, slot, replica: np.int32(replica))
 
 
 @pytest.mark.parametrize("mutate", [replicas_after_slots, library_norm, psum_reduction, noise_by_device])

@@ -63,9 +63,9 @@ def serve_part(parts: dict) -> None:
         sys.exit()
 
 
-def resolve(options: tuple[str, ...]) -> dict:
-    """The configuration of tiny_lm with these options, as the command line resolves it."""
-    return json.loads(run([sys.executable, "-m", "sharder", "train", "tiny_lm", *options, "--print-config"]).stdout)
+def resolve(options: tuple[str, ...], recipe: str = "tiny_lm") -> dict:
+    """The configuration of a recipe with these options, as the command line resolves it."""
+    return json.loads(run([sys.executable, "-m", "sharder", "train", recipe, *options, "--print-config"]).stdout)
 
 
 def gather_facts(config: dict, torch_python: str = sys.executable) -> dict:

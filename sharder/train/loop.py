@@ -184,7 +184,9 @@ def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: Even
     started = time.perf_counter()
     setup, arguments = stepper.setup, stepper.arguments(state, batch, False)
     stepper.train_step = ExactStep(setup, setup.workers, arguments) if setup.workers else compile_step(setup, arguments)
-    events.write("compiled", compile_s=round(time.perf_counter() - started, 3))
+    compile_s = round(time.perf_counter() - started, 3)
+    events.write("compiled", compile_s=compile_s)
+    say(f"compiled in {compile_s:.1f} s")
     stepper.resume_clock()
 
 

@@ -1,6 +1,8 @@
 """Exact mode over real processes: fingerprints of every step, and the parameters at the end."""
 
 import hashlib
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from small import __file__ as SMALL
 from small import sharder
 
 from sharder import checkpoint
+from sharder.data.order import Order
 from sharder.report.verify import compare
 
 RECIPE = f"{SMALL}:small_dropout"
@@ -61,3 +64,27 @@ def test_a_resume_on_other_meshes_goes_on_with_the_same_bits(tmp_path, single):
     run(run_dir, 2, 1, "--train.steps", "13", "--parallel.policy", "zero")
     run(run_dir, 1, 4, "--parallel.policy", "dp", "--parallel.data", "2")
     assert_same(run_dir, single)
+
+
+def test_a_warm_compile_cache_gives_the_bits_of_a_cold_one(tmp_path, single):
+    for name in ("cold", "warm"):
+        cache = ("--cluster.compile-cache", tmp_path / "cache")
+        assert_same(run(tmp_path / name, 1, 2, "--parallel.policy", "fsdp", *cache), single)
+    assert any((tmp_path / "cache").glob("sharder-*")), "the worker's binary is kept"
+
+
+def test_each_process_reads_its_own_slice_of_every_slot_and_nothing_else(tmp_path):
+    recipe = f"{Path(__file__).with_name('recording.py')}:recording"
+    options = ("--parallel.reduction", "exact", "--train.steps", "3", "--data.validation-fraction", "0")
+    command = ("launch", "--processes", 2, "--devices-per-process", 1, "--", "train", recipe, "--run-dir", tmp_path / "run", *options)
+    result = sharder(*command, SHARDER_TEST_RECORD=str(tmp_path), PYTHONPATH=str(Path(SMALL).parent))
+    assert result.returncode == 0, result.stderr
+    order = Order(160, 16, 0)
+    for process in (0, 1):
+        # Sixteen examples are 8 workers of 2; in slot i process p computes worker 2 i + p.
+        mine = [[i * 4 + process * 2, i * 4 + process * 2 + 1] for i in range(4)]
+        expected = [[int(x) for rows in mine for x in order.ids(step, rows[0], rows[1] + 1)] for step in range(3)]
+        reads = [json.loads(line) for line in (tmp_path / f"{process}.jsonl").read_text().splitlines()]
+        trained = [ids for ids in reads if len(ids) == 8]
+        assert trained[:3] == expected
+        assert len(trained) == len(reads) - 1 and len([ids for ids in reads if len(ids) == 1]) == 1, "but for one to know the shapes"

@@ -16,6 +16,10 @@ from sharder.sharding.mesh import MeshShape
 from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
 
 
+SMALL_ELEMENTS = 1 << 20
+"""A parameter of fewer elements than this stays whole where its dimension is shorter than the number of pieces: the biases of
+gpt's projections (head_dim 64) on 256 devices. A larger one is a finding."""
+
 MIN_SHARD_ELEMENTS = 2
 """A parameter that fsdp would cut to shards of fewer elements stays whole: code for a single element is compiled in another
 way, and AdamW then has other bits (exact mode)."""
@@ -40,7 +44,7 @@ class LeafPlan:
     path: str
     decl: ParamDecl
     small: bool
-    """Whole because of MIN_SHARD_ELEMENTS."""
+    """Whole because of MIN_SHARD_ELEMENTS or SMALL_ELEMENTS."""
     storage: PartitionSpec
     compute: PartitionSpec
     update: PartitionSpec
@@ -104,6 +108,12 @@ class Plan:
         return sum(bytes_per_device(x.decl.shape, x.decl.dtype, x.spec(layout), self.mesh) for x in self.leaves.values())
 
 
+def is_small(shape: tuple[int, ...], factors: list[int]) -> bool:
+    """Whether a parameter of this shape is too small to be cut into so many pieces along its dimensions."""
+    size, too_short = math.prod(shape), any(n < factor for n, factor in zip(shape, factors))
+    return size < MIN_SHARD_ELEMENTS * math.prod(factors) or (too_short and size < SMALL_ELEMENTS)
+
+
 def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:
     """Raises ValueError for an axis name that the model's rules do not know, and for two axes on one mesh axis."""
     check_rules(rules)
@@ -115,8 +125,7 @@ def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: Parall
     leaves = {}
     for path, decl in decls.items():
         specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
-        pieces = math.prod(divisor(entry, mesh) for entry in specs["update"])
-        small = mesh.fsdp > 1 and math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces
+        small = mesh.fsdp > 1 and is_small(decl.shape, [divisor(entry, mesh) for entry in specs["update"]])
         if small or path in parallel.replicate:
             specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
         leaves[path] = LeafPlan(path, decl, small, **specs)

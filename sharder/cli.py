@@ -77,26 +77,35 @@ def check(arguments: list[str]) -> int:
     name, rest = split_name(arguments, "RECIPE", "sharder check RECIPE [options]")
     default = load_recipe(name)
 
-    def command(config: WithConfig = default) -> RunConfig:
-        return config
+    def command(
+        topology: str | None = None,
+        find: bool = False,
+        compile: bool = False,  # noqa: A002
+        report: Path | None = None,
+        config: WithConfig = default,
+    ) -> tuple:
+        """
+        Args:
+            topology: A machine that need not be there: h100:32x8 (hosts x GPUs), v5e:16x16 (a TPU slice).
+            find: Search policies and degrees for the fewest devices that fit, and the three fastest of this topology.
+            compile: Compile the step for the devices of this machine, and show its memory and collectives.
+            report: Also write what was found to this JSON file.
+        """
+        return topology, find, compile, report, config
 
-    config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    topology, find, compiles, report, config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    if find and topology is None:
+        raise UserError("--find searches the parts of a machine: name it with --topology.")
     from sharder import cluster
 
+    if topology is not None:
+        from sharder.train.planning import check_topology
+
+        return check_topology(config, topology, find, report)
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
-    from rich.console import Console
+    from sharder.train.planning import check_here
 
-    from sharder.sharding.show import explain
-    from sharder.train.setup import prepare
-
-    from sharder.preflight import account
-
-    setup = prepare(config)
-    Console().print(explain(setup.plan))
-    print(account(setup.config, setup.plan.mesh.num_replicas))
-    if setup.why_fast:
-        print(f"fast mode, not exact: {setup.why_fast}")
-    return 0
+    return check_here(config, compiles, report)
 
 
 def launch(arguments: list[str]) -> int:

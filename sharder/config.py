@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Union, get_args
 
 Dtype = Literal["float32", "bfloat16"]
-Remat = Literal["none", "block"]
+Remat = Literal["none", "dots", "block", "offload"]
 Policy = Literal["dp", "zero", "fsdp"]
 Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
@@ -58,7 +58,8 @@ class TransformerConfig:
     compute_dtype: Dtype = "float32"
     """Dtype of matrix products and activations; the loss is always float32."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing, or each block from its input."""
+    """What the backward pass recomputes: nothing; what lies between matrix products (dots); each block from its input (block);
+    the same with the inputs kept in the host's memory (offload, where the backend can)."""
 
     def __post_init__(self):
         for name in ("vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "mlp_dim", "num_layers"):

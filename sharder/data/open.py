@@ -1,7 +1,9 @@
 """From a run's configuration to its datasets."""
 
+import numpy as np
+
 from sharder.config import MlpConfig, RunConfig, UserError
-from sharder.data.dataset import Dataset
+from sharder.data.dataset import Batch, Dataset
 from sharder.data.synthetic import SyntheticRegression, SyntheticTokens
 
 
@@ -23,3 +25,15 @@ def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
         return open_text(data, model.vocab_size)
     held_out = int(data.num_examples * data.validation_fraction)
     return make(data.num_examples, 0), make(held_out, 1) if held_out else None
+
+
+def example_shapes(config: RunConfig) -> Batch:
+    """One example as `read` returns it, zeros, without opening the data."""
+    data, model = config.data, config.model
+    if isinstance(model, MlpConfig):
+        return {"inputs": np.zeros((1, model.input_dim), np.float32), "targets": np.zeros((1, model.output_dim), np.float32)}
+    tokens = np.zeros((1, data.seq_len), np.int32)
+    if data.source == "synthetic" or data.tokenizer is None:
+        return {"inputs": tokens, "targets": tokens}
+    weights = np.zeros((1, data.seq_len), np.float32)
+    return {"inputs": tokens, "targets": tokens, "segments": tokens, "positions": tokens, "weights": weights}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 from flax import nnx
@@ -44,6 +45,7 @@ def unflatten(flat: dict) -> dict:
 class Declared:
     """A model that has no arrays yet."""
 
+    config: ModelConfig
     graphdef: nnx.GraphDef
     params: dict[str, ParamDecl]
     """By path."""
@@ -58,6 +60,7 @@ class Declared:
         return sum(math.prod(decl.shape) for decl in self.params.values())
 
 
+@lru_cache(32)
 def declare(config: ModelConfig) -> Declared:
     """Shapes, dtypes and logical axes of all parameters, without allocating any."""
     model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0)))
@@ -66,7 +69,7 @@ def declare(config: ModelConfig) -> Declared:
         "/".join(map(str, path)): ParamDecl(tuple(v.shape), str(v.dtype), tuple(v.get_metadata()["axes"]))
         for path, v in nnx.to_flat_state(state)
     }
-    return Declared(graphdef, dict(sorted(params.items())), model.axis_rules, model.undecayed_axes, model.tokens_per_example)
+    return Declared(config, graphdef, dict(sorted(params.items())), model.axis_rules, model.undecayed_axes, model.tokens_per_example)
 
 
 def initial_params(config: ModelConfig, key: jax.Array) -> dict:

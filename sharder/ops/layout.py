@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 Tree = Any
 Body = Callable[[Any, Any], tuple[Any, Any]]
@@ -40,6 +41,38 @@ class Layout(Protocol):
         ...
 
 
+def remat_body(body: Body, remat: str, gathers: bool) -> Body:
+    """A scan body that keeps for its backward pass what `remat` names: `none` everything, `dots` the results of matrix
+    products, `block` nothing but its input, `offload` its input in the host's memory.
+
+    `gathers`: the body gathers its weights. Then `none` means `dots`, or the gathered weights of every layer would be kept and
+    the model be whole on every device.
+    """
+    if remat == "none" and not gathers:
+        return body
+    if remat in ("none", "dots"):
+        return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)
+    if remat == "block":
+        return jax.checkpoint(body)
+    assert remat == "offload", remat
+    return jax.checkpoint(
+        _named_input(body),
+        policy=jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=[OFFLOADED], offload_src="device", offload_dst="pinned_host"
+        ),
+    )
+
+
+OFFLOADED = "block_input"
+
+
+def _named_input(body: Body) -> Body:
+    def named(carry, scanned):
+        return body(jax.tree.map(lambda x: checkpoint_name(x, OFFLOADED), carry), scanned)
+
+    return named
+
+
 class SingleDevice:
     """Everything in one place: casts, and nothing else."""
 
@@ -55,7 +88,7 @@ class SingleDevice:
         return False
 
     def scanned(self, body: Body, remat: str) -> Body:
-        return jax.checkpoint(body) if remat == "block" else body
+        return remat_body(body, remat, gathers=False)
 
 
 SINGLE = SingleDevice()

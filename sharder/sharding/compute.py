@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.ops.layout import Body
+from sharder.ops.layout import Body, remat_body
 from sharder.sharding.mesh import REPLICA_AXES
 from sharder.sharding.plan import Plan
 from sharder.sharding.policy import Layout
@@ -71,10 +71,4 @@ class ComputeLayout:
         return with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def scanned(self, body: Body, remat: str) -> Body:
-        if remat == "block":
-            return jax.checkpoint(body)
-        if self.plan.policy == "fsdp" and self.storage == "storage":
-            # Otherwise the gathered weights of every layer would be kept for the backward pass, and the model be whole
-            # on every device. Products are kept, what is elementwise is computed again.
-            return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)
-        return body
+        return remat_body(body, remat, self.plan.policy == "fsdp" and self.storage == "storage")

@@ -4,7 +4,7 @@ A plan needs no devices, so it can be made and explained for a machine that is n
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,10 @@ from sharder.sharding.axes import AxisRules, ParamDecl, check_axes, check_rules
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
 
+
+SMALL_ELEMENTS = 1 << 20
+"""A parameter of fewer elements than this stays whole where its dimension is shorter than the number of pieces: the biases of
+gpt's projections (head_dim 64) on 256 devices. A larger one is a finding."""
 
 MIN_SHARD_ELEMENTS = 2
 """A parameter that fsdp would cut to shards of fewer elements stays whole: code for a single element is compiled in another
@@ -40,7 +44,7 @@ class LeafPlan:
     path: str
     decl: ParamDecl
     small: bool
-    """Whole because of MIN_SHARD_ELEMENTS, or by the model's permission."""
+    """Whole because of MIN_SHARD_ELEMENTS or SMALL_ELEMENTS, or by the model's permission."""
     storage: PartitionSpec
     compute: PartitionSpec
     update: PartitionSpec
@@ -104,12 +108,12 @@ class Plan:
         return sum(bytes_per_device(x.decl.shape, x.decl.dtype, x.spec(layout), self.mesh) for x in self.leaves.values())
 
 
-def does_not_divide_by_permission(decl: ParamDecl, update: PartitionSpec, rules: AxisRules, mesh: MeshShape) -> bool:
-    """Whether fsdp would divide one of the axes that the model lets stay whole, and its size does not allow it."""
-    return any(
-        axis in rules.optional and "fsdp" in (entry or ()) and size % divisor(entry, mesh)
-        for axis, size, entry in zip(decl.axes, decl.shape, update)
-    )
+def is_small(decl: ParamDecl, factors: list[int], optional: Collection[str]) -> bool:
+    """Whether a parameter is too small to be cut into so many pieces along its dimensions, or may stay whole where the axis
+    that would be cut does not divide."""
+    size, dims = math.prod(decl.shape), list(zip(decl.axes, decl.shape, factors))
+    too_short = any(n < factor for _, n, factor in dims) and size < SMALL_ELEMENTS
+    return size < MIN_SHARD_ELEMENTS * math.prod(factors) or too_short or any(a in optional and n % factor for a, n, factor in dims)
 
 
 def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:
@@ -123,10 +127,7 @@ def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: Parall
     leaves = {}
     for path, decl in decls.items():
         specs = {layout: partition(decl.axes, rules, parallel.policy, layout) for layout in LAYOUTS}
-        pieces = math.prod(divisor(entry, mesh) for entry in specs["update"])
-        small = mesh.fsdp > 1 and (
-            math.prod(decl.shape) < MIN_SHARD_ELEMENTS * pieces or does_not_divide_by_permission(decl, specs["update"], rules, mesh)
-        )
+        small = mesh.fsdp > 1 and is_small(decl, [divisor(entry, mesh) for entry in specs["update"]], rules.optional)
         if small or path in parallel.replicate:
             specs = {layout: without_fsdp(spec) for layout, spec in specs.items()}
         leaves[path] = LeafPlan(path, decl, small, **specs)

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.cluster import device_memory_bytes
-from sharder.config import RunConfig
+from sharder.config import RunConfig, UserError
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
 from sharder.preflight import WorkerAccounting, account, check, settle_reduction
@@ -42,15 +42,17 @@ class Setup:
 
 
 def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Setup:
-    """Mesh over `devices` (default: all), declared parameters, plan, the mode settled,
-    and preflight. Raises UserError with all findings."""
+    """Mesh over `devices` (default: all; they need not be there), declared parameters, plan, the mode settled, and preflight.
+    Raises UserError with all findings."""
     devices = devices or jax.devices()
-    num_local = sum(d.process_index == jax.process_index() for d in devices)
+    num_local = sum(d.process_index == devices[0].process_index for d in devices)
     shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     config, why_fast = settle_reduction(config, plan, jax.default_backend(), device_memory_bytes())
     check(config, plan)
+    if config.model.remat == "offload" and devices[0].platform == "cpu":
+        raise UserError("--model.remat is offload, but a CPU has no second memory to keep activations in: use block.")
     mesh = make_mesh(shape, devices)
     accounting, workers = account(config, shape.num_replicas), None
     batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)

@@ -105,7 +105,12 @@ def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest
 
 
 def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The compiled step (state, batch, seed, stop flags) -> (state, metrics) for arguments like these; the state is donated.
+    """The compiled step for arguments like these."""
+    return lower_step(setup, arguments).compile()
+
+
+def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
+    """The step (state, batch, seed, stop flags) -> (state, metrics) for arguments like these; the state is donated.
 
     Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path, and
     `batch_digest` (2,), that of the examples.
@@ -130,4 +135,4 @@ def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainSta
         out_shardings=(setup.state_shardings, setup.replicated()),
         donate_argnums=0,
     )
-    return jitted.lower(*arguments).compile()
+    return jitted.lower(*arguments)

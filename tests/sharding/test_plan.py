@@ -52,6 +52,11 @@ def test_indivisible_dimension_is_found_with_its_numbers():
     assert (found.axis, found.dim_size, found.factor) == ("embed", 10, 4)
 
 
+def test_a_small_parameter_shorter_than_the_pieces_stays_whole():
+    plan = plan_of({"bias": ((12, 64), ("layers", "embed")), "w": ((1 << 14, 64), ("mlp", "embed"))}, MeshShape(1, 256, 1))
+    assert plan.leaves["bias"].small and [x.path for x in plan.indivisible()] == ["w"]
+
+
 def test_indivisible_in_the_update_layout_alone_is_found():
     assert [x.path for x in plan_of({"w": ((10,), ("embed",))}, policy="zero").indivisible()] == ["w"]
 

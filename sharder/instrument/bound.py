@@ -1,0 +1,127 @@
+"""The least that a layout must communicate, and where a compiled step moves more.
+
+The bound follows the table of layouts (sharder.sharding.policy). Per step and device, with f devices on fsdp, d on data,
+n = d f replicas, t on tensor, S accumulation slots, G bytes of gradients and P of parameters after division by tensor:
+
+    dp      one reduction of the gradients                          2 (n-1)/n G
+    zero    reduce-scatter over fsdp, all-reduce of the parts over data, gather of the new parameters
+                                                                    (f-1)/f G + 2 (d-1)/d G/f + (f-1)/f P
+    fsdp    the same reduction; blocks gathered in the forward and again in the backward pass, the rest once, in the
+            compute dtype, in every slot                            S (f-1)/f (2 blocks + rest)
+    tensor  for each pair of column- and row-divided weights an all-reduce of the activations in the forward and one in the
+            backward pass (Megatron-LM, arXiv:1909.08053, section 3)  S x pairs x 2 x 2 (t-1)/t x activations
+
+Gradients count in the parameters' dtype.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharder.instrument.collectives import Collective, Traffic
+from sharder.sharding.mesh import REPLICA_AXES
+from sharder.sharding.plan import LeafPlan, Plan, bytes_per_device
+
+TOLERANCE = 1.05
+NEGLIGIBLE_BYTES = 1 << 16
+"""Losses, norms, fingerprints: too little to be a matter of layout."""
+
+GATHER, REDUCE, TENSOR, OTHER = "gather parameters", "reduce gradients", "sum over tensor", "other"
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """One reason to communicate: the bound, and what the program moves for it."""
+
+    name: str
+    bound_bytes: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def received_bytes(self) -> float:
+        return sum(c.received_bytes for c in self.collectives)
+
+    @property
+    def exceeds(self) -> bool:
+        return self.received_bytes > TOLERANCE * self.bound_bytes and self.received_bytes - self.bound_bytes > NEGLIGIBLE_BYTES
+
+
+Bounds = dict[tuple[str, tuple[str, ...]], float]
+"""Bytes that a device receives per step at least, by purpose and mesh axes."""
+
+
+def lower_bounds(plan: Plan, compute_dtype: str, num_slots: int, tokens_per_slot: int) -> Bounds:
+    """`tokens_per_slot`: of one replica."""
+    mesh, itemsize = plan.mesh, np.dtype(compute_dtype).itemsize
+    f, d, n, t = mesh.fsdp, mesh.data, mesh.num_replicas, mesh.tensor
+    gather = scatter = over_data = over_all = pairs_bytes = 0.0
+    for leaf in plan.leaves.values():
+        size = bytes_per_device(leaf.decl.shape, leaf.decl.dtype, leaf.compute, mesh)
+        if leaf.divided:
+            scatter += (f - 1) / f * size
+            over_data += 2 * (d - 1) / d * size / f
+            if plan.policy == "fsdp":
+                narrow = bytes_per_device(leaf.decl.shape, compute_dtype, leaf.compute, mesh)
+                gather += num_slots * (2 if leaf.decl.axes[0] == "layers" else 1) * (f - 1) / f * narrow
+            else:
+                gather += (f - 1) / f * size
+        else:
+            over_all += 2 * (n - 1) / n * size
+        if closes_pair(leaf):
+            num_layers = leaf.decl.shape[0] if leaf.decl.axes[0] == "layers" else 1
+            pairs_bytes += num_layers * tokens_per_slot * leaf.decl.shape[-1] * itemsize
+    return {
+        (GATHER, ("fsdp",)): gather,
+        (REDUCE, ("fsdp",)): scatter,
+        (REDUCE, ("data",)): over_data,
+        (REDUCE, REPLICA_AXES): over_all,
+        (TENSOR, ("tensor",)): num_slots * 2 * 2 * (t - 1) / t * pairs_bytes,
+    }
+
+
+def closes_pair(leaf: LeafPlan) -> bool:
+    """Whether a weight's product is a partial sum over tensor: the axis divides what is contracted, its first dimension."""
+    first = 1 if leaf.decl.axes[0] == "layers" else 0
+    divided = ["tensor" in ((e,) if isinstance(e, str) else e or ()) for e in leaf.compute]
+    return len(divided) > first and divided[first] and leaf.decl.axes[-1] == "embed"
+
+
+def compare(traffic: Traffic, bounds: Bounds) -> list[Purpose]:
+    """What the program moves for each purpose, told by kind and mesh axis."""
+    moved: dict[str, list[Collective]] = {name: [] for name in (GATHER, REDUCE, TENSOR, OTHER)}
+    for c in traffic.collectives:
+        if set(c.axes) <= set(REPLICA_AXES):
+            name = GATHER if c.is_gather else REDUCE if c.kind in ("reduce-scatter", "all-reduce") else OTHER
+        else:
+            name = TENSOR if c.axes == ("tensor",) else OTHER
+        moved[name].append(c)
+    return [Purpose(name, sum(b for (of, _), b in bounds.items() if of == name), tuple(found)) for name, found in moved.items()]
+
+
+def warnings(plan: Plan, purposes: list[Purpose]) -> list[str]:
+    """One line for each purpose that moves more than 1.05 x its bound, naming the operation that moves most and its scope."""
+    found = []
+    for p in purposes:
+        if not p.exceeds:
+            continue
+        most = max(p.collectives, key=lambda c: c.received_bytes)
+        ratio = f"{p.received_bytes / p.bound_bytes:.2f} x the bound of {mib(p.bound_bytes)}" if p.bound_bytes else "where the layout needs nothing"
+        line = (
+            f"{p.name}: {mib(p.received_bytes)} per step, {ratio}; most of it by {most.kind} %{most.name} over {'+'.join(most.axes)},"
+            f" {most.executions} x {mib(most.bytes_each)}, in {most.scope}"
+        )
+        if p.name == REDUCE and whole_sums(plan, p):
+            line += ". This backend formed no reduce-scatter: it sums whole gradients and slices them"
+        found.append(line)
+    return found
+
+
+def whole_sums(plan: Plan, reduce: Purpose) -> bool:
+    """Whether gradients that should be divided are summed whole."""
+    divides = any(leaf.divided for leaf in plan.leaves.values()) and plan.mesh.fsdp > 1
+    return divides and not any(c.kind == "reduce-scatter" for c in reduce.collectives)
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+

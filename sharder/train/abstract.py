@@ -1,0 +1,29 @@
+"""The arguments of a step as shapes on their shardings: what compiling needs, and nothing that has to be allocated."""
+
+import jax
+import numpy as np
+
+from sharder.data.open import example_shapes
+from sharder.train.setup import Setup
+from sharder.train.state import declare_state
+from sharder.train.step import lower_step, stop_sharding
+
+
+def abstract_arguments(setup: Setup) -> tuple:
+    """State, batch, seed and stop flags of the declarative step."""
+    state = jax.tree.map(_placed, declare_state(setup.config, setup.declared), setup.state_shardings)
+    batch = setup.batch.abstract(example_shapes(setup.config))
+    seed = jax.ShapeDtypeStruct((), np.uint32, sharding=setup.replicated())
+    stop = jax.ShapeDtypeStruct((setup.mesh.size,), np.int32, sharding=stop_sharding(setup.mesh))
+    return state, batch, seed, stop
+
+
+def _placed(x: jax.ShapeDtypeStruct, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def lower_abstract(setup: Setup) -> jax.stages.Lowered:
+    """The declarative training step, traced for the devices of the setup, whether or not they are there."""
+    return lower_step(setup, abstract_arguments(setup))
+
+

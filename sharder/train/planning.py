@@ -1,0 +1,140 @@
+"""`sharder check`: the real training step, described, or compiled for devices that are or are not there, and handed to the
+instruments. Allocates nothing."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from sharder.config import RunConfig
+from sharder.data.open import example_shapes
+from sharder.instrument import machine, show, topology
+from sharder.instrument.hardware import find_accelerator
+from sharder.instrument.machine import Prediction, Step
+from sharder.instrument.memory import measured_bytes
+from sharder.models.build import declare
+from sharder.preflight import Accounting, WorkerAccounting, account, check, settle_reduction
+from sharder.sharding.mesh import resolve_mesh_shape
+from sharder.sharding.plan import make_plan
+from sharder.sharding.show import explain
+from sharder.train.abstract import lower_abstract
+from sharder.train.setup import prepare
+from sharder.train.state import by_path, declare_state, state_specs
+
+
+def describe_step(config: RunConfig, num_devices: int, num_local: int, platform: str = "gpu") -> Step:
+    """What a step of this run is made of on so many devices. Raises UserError with all findings.
+
+    `--parallel.reduction auto` is fast on a machine that is not there: exact mode is not tested on such.
+    """
+    shape = resolve_mesh_shape(config.parallel, num_devices, num_local)
+    declared = declare(config.model)
+    plan = make_plan(declared.params, declared.rules, config.parallel, shape)
+    config, _ = settle_reduction(config, plan, platform, None)
+    check(config, plan)
+    specs = by_path(state_specs(config, declared, plan))
+    state = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, declared)).items()}
+    accounting: Accounting = account(config, shape.num_replicas)
+    inside = accounting.num_microbatches if isinstance(accounting, WorkerAccounting) else 0
+    return Step(config, declared, plan, state, example_shapes(config), accounting.microbatch_size, accounting.num_slots, inside)
+
+
+def check_here(config: RunConfig, compiles: bool, report: Path | None = None) -> int:
+    """Plan, batch and memory on the devices of this run; with `compiles` the compiled step beside them. Returns 0."""
+    console, devices = _console(), jax.devices()
+    setup = prepare(config)
+    step = describe_step(setup.config, len(devices), jax.local_device_count(), devices[0].platform)
+    accelerator = find_accelerator(devices[0].device_kind)
+    prediction = machine.predict_step(step, accelerator, jax.local_device_count())
+    console.print(explain(setup.plan))
+    print(account(setup.config, setup.plan.mesh.num_replicas))
+    if setup.why_fast:
+        print(f"fast mode, not exact: {setup.why_fast}")
+    if compiles and step.num_microbatches:
+        print("the programs of exact mode are not compiled here; with --parallel.reduction fast the declarative step is")
+    compiled = None
+    if compiles and not step.num_microbatches:
+        hosts = [d.process_index for d in setup.mesh.devices.flat]
+        compiled = machine.read_compiled(prediction, lower_abstract(setup).compile(), hosts, accelerator)
+    limit, measured = accelerator and accelerator.memory_bytes, measured_bytes(devices[0])
+    console.print(show.memory_table(prediction.memory, compiled and compiled.total_bytes, measured, limit))
+    if compiled is not None:
+        show.print_compiled(console, compiled)
+    if accelerator is not None:
+        print(show.time_text(prediction, compiled, accelerator))
+    write(report, prediction, compiled)
+    return 0
+
+
+def write(report: Path | None, prediction: Prediction, compiled: machine.Compiled | None) -> None:
+    if report is not None:
+        report.write_text(json.dumps(show.to_json(prediction, compiled), indent=1))
+
+
+def check_topology(config: RunConfig, name: str, find: bool, report: Path | None = None) -> int:
+    """The same for a machine by name, which need not be there. Returns 0, or 2 where the step does not fit."""
+    target = topology.parse_topology(name)
+    jax.config.update("jax_platforms", "cpu")
+    console, per_host = _console(), target.devices_per_host
+    if find:
+        return search(config, target)
+    topology.require_compiler(target)
+    step = describe_step(config, target.num_devices, per_host)
+    with topology.quiet_stderr():
+        devices = topology.open_devices(target)
+        setup = prepare(step.config, devices)
+        lowered = None if step.num_microbatches else lower_abstract(setup)
+    prediction = machine.predict_step(step, target.accelerator, per_host)
+    print(f"{target}: {target.num_devices} devices, policy {step.plan.policy}, mesh {mesh_text(step)}")
+    print(account(step.config, step.plan.mesh.num_replicas))
+    compiled = None
+    if lowered is not None:
+        with topology.quiet_stderr(), topology.memory_errors():
+            program = lowered.compile(topology.compile_options(target))
+        compiled = machine.read_compiled(prediction, program, topology.hosts(target, list(setup.mesh.devices.flat)), target.accelerator)
+    limit = target.accelerator.memory_bytes
+    console.print(show.memory_table(prediction.memory, compiled and compiled.total_bytes, None, limit))
+    if compiled is not None:
+        show.print_compiled(console, compiled)
+    print(show.time_text(prediction, compiled, target.accelerator))
+    write(report, prediction, compiled)
+    return say_fit(config, target, prediction, compiled.total_bytes if compiled else prediction.memory.total)
+
+
+def _console() -> Console:
+    """As wide as the terminal; 160 columns in a file."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def mesh_text(step: Step) -> str:
+    mesh = step.plan.mesh
+    return f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+
+
+def say_fit(config: RunConfig, target: topology.Topology, prediction: Prediction, total_bytes: int) -> int:
+    limit, name = target.accelerator.memory_bytes, target.accelerator.name
+    print(show.fit_text(total_bytes, limit, name))
+    if total_bytes <= limit:
+        return 0
+    # Predictions are within 10 % of what compiles: options are held to as much.
+    wanted = int(limit * min(1.0, prediction.memory.total / total_bytes))
+    found = machine.remedies(config, describe_step, prediction.step, target.num_devices, target.devices_per_host, wanted)
+    print("\n".join(["What would fit, by prediction:", *found]) if found else "No policy, tensor degree, remat policy or microbatch would fit.")
+    return 2
+
+
+def search(config: RunConfig, target: topology.Topology) -> int:
+    """Prints the fewest devices that fit and the three fastest configurations of the whole machine; 2 where nothing fits."""
+    per_host, accelerator = target.devices_per_host, target.accelerator
+    num_hosts = target.num_devices // per_host
+    fewest = machine.fewest_devices(config, describe_step, num_hosts, per_host, accelerator)
+    if fewest is None:
+        print(f"nothing fits on {target}: no policy, tensor degree, remat policy or microbatch does, by prediction.")
+        return 2
+    print(f"fewest devices that fit, by prediction: {show.found_text(fewest)}")
+    print(f"fastest on {target}, by prediction (all communication hidden, none hidden):")
+    for found in machine.fastest(config, describe_step, num_hosts, per_host, accelerator):
+        print(f"  {show.found_text(found)}")
+    return 0

@@ -104,16 +104,22 @@ def warnings(plan: Plan, purposes: list[Purpose]) -> list[str]:
     for p in purposes:
         if not p.exceeds:
             continue
-        most = max(p.collectives, key=lambda c: c.received_bytes)
         ratio = f"{p.received_bytes / p.bound_bytes:.2f} x the bound of {mib(p.bound_bytes)}" if p.bound_bytes else "where the layout needs nothing"
-        line = (
-            f"{p.name}: {mib(p.received_bytes)} per step, {ratio}; most of it by {most.kind} %{most.name} over {'+'.join(most.axes)},"
-            f" {most.executions} x {mib(most.bytes_each)}, in {most.scope}"
+        named = "; ".join(
+            f"{c.kind} %{c.name} over {'+'.join(c.axes)}, {c.executions} x {mib(c.bytes_each)}, in {c.scope}" for c in suspects(p)
         )
+        line = f"{p.name}: {mib(p.received_bytes)} per step, {ratio}: {named}"
         if p.name == REDUCE and whole_sums(plan, p):
             line += ". This backend formed no reduce-scatter: it sums whole gradients and slices them"
         found.append(line)
     return found
+
+
+def suspects(p: Purpose) -> list[Collective]:
+    """The operations that are about as large as what is too much; where none is, the largest."""
+    excess = p.received_bytes - p.bound_bytes
+    close = [c for c in p.collectives if abs(c.received_bytes - excess) <= 0.05 * excess]
+    return close or [max(p.collectives, key=lambda c: c.received_bytes)]
 
 
 def whole_sums(plan: Plan, reduce: Purpose) -> bool:

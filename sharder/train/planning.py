@@ -77,6 +77,8 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
     """The same for a machine by name, which need not be there. Returns 0, or 2 where the step does not fit."""
     target = topology.parse_topology(name)
     jax.config.update("jax_platforms", "cpu")
+    with topology.quiet_stderr():
+        jax.devices()  # loads the plugins, which complain that there is no driver
     console, per_host = _console(), target.devices_per_host
     if find:
         return search(config, target)

@@ -61,3 +61,10 @@ def test_a_program_that_moves_more_is_warned_of_with_operation_and_scope():
 def test_a_program_at_the_bound_is_not_warned_of():
     plan, num_params = plan_of("dp", MeshShape(1, 8, 1))
     assert warned(plan, collective(bytes_each=4 * num_params, executions=1)) == []
+
+
+def test_the_operation_of_the_size_of_the_excess_is_named():
+    plan, num_params = plan_of("dp", MeshShape(1, 8, 1))
+    needed = collective(name="needed", bytes_each=4 * num_params, executions=1)
+    (line,) = warned(plan, needed, collective(name="extra", bytes_each=3 * num_params, executions=1))
+    assert "%extra" in line and "%needed" not in line

@@ -1,8 +1,9 @@
 """From a run's configuration to its datasets."""
 
-from sharder.config import MlpConfig, RunConfig, UserError
+from sharder.config import MlpConfig, Pi0Config, RunConfig, UserError
 from sharder.data.dataset import Dataset
 from sharder.data.synthetic import SyntheticRegression, SyntheticTokens
+from sharder.data.synthetic_robot import SyntheticRobot
 
 
 def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
@@ -15,6 +16,10 @@ def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
         if data.source == "text":
             raise UserError("--data.source is text, but the MLP reads only synthetic examples.")
         make = lambda n, salt: SyntheticRegression(n, model.input_dim, model.output_dim, salt)  # noqa: E731
+    elif isinstance(model, Pi0Config):
+        if data.source == "text":
+            raise UserError("--data.source is text, but pi0 reads images, states and actions.")
+        make = lambda n, salt: SyntheticRobot(n, model, salt)  # noqa: E731
     elif data.source == "synthetic":
         make = lambda n, salt: SyntheticTokens(n, data.seq_len, model.vocab_size, salt)  # noqa: E731
     else:

@@ -277,7 +277,11 @@ def generate(arguments: list[str]) -> int:
 
 
 def weights(arguments: list[str]) -> int:
-    """Import or export the weights of a model in another library's files."""
+    """Import, export or check weights of other trainers; `sharder weights` lists how."""
+    if arguments[:1] not in (["import"], ["export"]) or any(a.split("=")[0] == "--out" or a in ("-h", "--help") for a in arguments):
+        from sharder.weights.command import run as convert  # pi0, from and to openpi's checkpoints
+
+        return convert(arguments)
     usage = "sharder weights import FOLDER RECIPE --run-dir DIR [options], or sharder weights export RUN FOLDER [--step N]"
     action, rest = split_name(arguments, "import or export", usage)
     if action == "export":

@@ -16,6 +16,10 @@ Policy = Literal["dp", "zero", "fsdp"]
 Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
 Source = Literal["auto", "text", "synthetic"]
+Freeze = Literal["none", "vision", "backbone", "vision-and-backbone", "language-but-lora", "all-but-lora"]
+Resize = Literal["none", "actions=pad", "actions=slice", "actions=reinit"]
+LossMask = Literal["none", "padded"]
+Attention = Literal["auto", "reference", "xla", "cudnn", "chunked"]
 Split = Literal["auto", "document", "range"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 
@@ -160,7 +164,105 @@ class LlamaConfig:
         check_precision(self)
 
 
-ModelConfig = Union[TransformerConfig, LlamaConfig, MlpConfig]
+@dataclass(frozen=True)
+class SiglipConfig:
+    """Image encoder; the defaults are SigLIP So400m (arXiv:2303.15343)."""
+
+    embed_dim: int = 1152
+    num_layers: int = 27
+    mlp_dim: int = 4304
+    num_heads: int = 16
+    patch_size: int = 14
+    """Pixels along each side of a patch."""
+
+    def __post_init__(self):
+        for name in ("embed_dim", "num_layers", "mlp_dim", "num_heads", "patch_size"):
+            require(getattr(self, name) >= 1, f"model.vision.{name}", getattr(self, name), "at least 1")
+        require(
+            self.embed_dim % self.num_heads == 0, "model.vision.num_heads", self.num_heads,
+            f"a divisor of --model.vision.embed-dim, which is {self.embed_dim}",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """One of the sets of weights that share Gemma's attention."""
+
+    embed_dim: int = 2048
+    mlp_dim: int = 16384
+    lora_rank: int = 0
+    """Rank of the low-rank additions to attention and feed-forward; 0: none."""
+    lora_alpha: float = 16.0
+    """The additions are scaled by alpha / rank."""
+
+    def __post_init__(self):
+        for name, least in (("embed_dim", 2), ("mlp_dim", 1), ("lora_rank", 0)):
+            require(getattr(self, name) >= least, f"model.{{backbone,action_expert}}.{name}", getattr(self, name), f"at least {least}")
+        require(self.embed_dim % 2 == 0, "model.{backbone,action_expert}.embed_dim", self.embed_dim, "even")
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """pi0 (arXiv:2410.24164) and pi0.5 (arXiv:2504.16054): images, a prompt and a state to a chunk of actions."""
+
+    variant: Literal["pi0", "pi05"] = "pi0"
+    """pi05: no state token, and the time enters through adaptive norms."""
+    vision: SiglipConfig = field(default_factory=SiglipConfig)
+    backbone: ExpertConfig = field(default_factory=ExpertConfig)
+    """Reads images and prompt."""
+    action_expert: ExpertConfig = field(default_factory=lambda: ExpertConfig(1024, 4096, lora_alpha=32.0))
+    """Reads state and actions."""
+    num_layers: int = 18
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int = 256
+    vocab_size: int = 257152
+    max_prompt_len: int = 48
+    """Tokens of a prompt, filled up."""
+    action_dim: int = 32
+    """Of states and actions, filled up."""
+    action_horizon: int = 50
+    """Steps of a chunk of actions."""
+    cameras: tuple[str, ...] = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+    """In the order in which the model sees them."""
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    loss_mask: LossMask = "none"
+    """padded: action dimensions and steps that were only filled up do not count; none: they do, as in the original."""
+    attention: Attention = "auto"
+    freeze: Freeze = "none"
+    """Parameters that are not trained: they are kept in bfloat16, and have no optimizer state."""
+    param_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "bfloat16"
+    """Of images, prompt and attention; projections of state, actions and time are always float32."""
+    remat: Remat = "block"
+
+    def __post_init__(self):
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_prompt_len", "action_dim", "action_horizon"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        require(self.variant in ("pi0", "pi05"), "model.variant", self.variant, "pi0 or pi05")
+        require(
+            self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads,
+            f"a divisor of --model.num-heads, which is {self.num_heads}",
+        )  # fmt: skip
+        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even, for the rotary embedding")
+        require(len(set(self.cameras)) == len(self.cameras) >= 1, "model.cameras", self.cameras, "one or more distinct names")
+        patch = self.vision.patch_size
+        require(
+            len(self.image_size) == 2 and all(size >= patch and size % patch == 0 for size in self.image_size), "model.image_size",
+            self.image_size, f"height and width, multiples of --model.vision.patch-size, which is {patch}",
+        )  # fmt: skip
+        require_choice("model.loss_mask", self.loss_mask, LossMask)
+        require_choice("model.attention", self.attention, Attention)
+        require_choice("model.freeze", self.freeze, Freeze)
+        require(
+            "lora" not in self.freeze or self.backbone.lora_rank or self.action_expert.lora_rank, "model.freeze", self.freeze,
+            "another preset where no expert has a lora_rank",
+        )  # fmt: skip
+        check_precision(self)
+
+
+ModelConfig = Union[TransformerConfig, LlamaConfig, MlpConfig, Pi0Config]
 LANGUAGE_MODELS = (TransformerConfig, LlamaConfig)
 
 
@@ -201,6 +303,22 @@ class DataConfig:
             "data.shuffle_rounds", self.shuffle_rounds, "an even number from 8 to 1024",
         )  # fmt: skip
         require(self.prefetch >= 1, "data.prefetch", self.prefetch, "at least 1")
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """Weights that a new run begins with; a resume ignores them."""
+
+    path: str | None = None
+    """A run, a checkpoint, imported weights, a checkpoint of openpi, or PaliGemma's .npz; unset: drawn from the seed."""
+    resize: Resize = "none"
+    """What to do with projections of actions and states of another dimension: fill up with zeros, cut off, or draw afresh."""
+    sizes: Literal["weights", "recipe"] = "weights"
+    """weights: the model takes its sizes from the weights; recipe: weights of other sizes are refused."""
+
+    def __post_init__(self):
+        require_choice("weights.resize", self.resize, Resize)
+        require(self.sizes in ("weights", "recipe"), "weights.sizes", self.sizes, "weights or recipe")
 
 
 @dataclass(frozen=True)
@@ -363,6 +481,7 @@ class RunConfig:
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -371,14 +490,37 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, LlamaConfig, MlpConfig)}
+MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, LlamaConfig, MlpConfig, Pi0Config)}
 
 
 def to_dict(config: RunConfig) -> dict:
     """The config as JSON-ready values; the model's class stands under model.kind."""
-    tree = dataclasses.asdict(config)
-    tree["model"] = {"kind": type(config.model).__name__, **tree["model"]}
-    return json.loads(json.dumps(tree))
+    return json.loads(json.dumps({**dataclasses.asdict(config), "model": model_to_dict(config.model)}))
+
+
+def model_to_dict(model: ModelConfig) -> dict:
+    """The model's config as JSON-ready values; its class stands under kind."""
+    return json.loads(json.dumps({"kind": type(model).__name__, **dataclasses.asdict(model)}))
+
+
+def model_from_dict(section: dict) -> ModelConfig:
+    """Inverse of `model_to_dict`. Raises UserError for a kind that is not known."""
+    kind = section.get("kind")
+    if kind not in MODEL_CONFIGS:
+        raise UserError(f"config.json has a model of kind {kind!r}; this version knows {', '.join(MODEL_CONFIGS)}.")
+    return _section(MODEL_CONFIGS[kind], {k: v for k, v in section.items() if k != "kind"})
+
+
+def _section(cls: type, values: dict):
+    """A dataclass from JSON values; sections inside it are dataclasses too."""
+    types = {f.name: f.type for f in dataclasses.fields(cls)}
+
+    def value(name: str, x: object) -> object:
+        if isinstance(x, dict) and dataclasses.is_dataclass(types.get(name)):
+            return _section(types[name], x)
+        return tuple(x) if isinstance(x, list) else x
+
+    return cls(**{name: value(name, x) for name, x in values.items()})
 
 
 def from_dict(tree: dict) -> RunConfig:
@@ -391,15 +533,8 @@ def from_dict(tree: dict) -> RunConfig:
         raise UserError("config.json has no section model: it was written by another version of sharder.")
     values = {}
     for name, section in tree.items():
-        section = dict(section)
-        cls = sections[name].type
-        if name == "model":
-            kind = section.pop("kind", None)
-            if kind not in MODEL_CONFIGS:
-                raise UserError(f"config.json has a model of kind {kind!r}; this version knows {', '.join(MODEL_CONFIGS)}.")
-            cls = MODEL_CONFIGS[kind]
         try:
-            values[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in section.items()})
+            values[name] = model_from_dict(section) if name == "model" else _section(sections[name].type, section)
         except TypeError as error:
             raise UserError(f"config.json, section {name}: {error}. It was written by another version of sharder.") from None
     return RunConfig(**values)

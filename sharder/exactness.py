@@ -72,6 +72,9 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[str
             f"--optimizer.name is {config.optimizer.name} in exact mode, but its {UNORDERED_OPTIMIZERS[config.optimizer.name]} add up over"
             " divided dimensions, in an order that depends on the devices: use adamw, or --parallel.reduction fast."
         )
+    freeze = getattr(config.model, "freeze", "none")
+    if freeze != "none":
+        found.append(f"--model.freeze is {freeze}, which exact mode does not know yet: train everything, or use --parallel.reduction fast.")
     if config.parallel.exact_memory == "lean":
         found += _lean_refusals(config, num_replicas)
     return found

@@ -5,7 +5,7 @@ from importlib import metadata
 
 import numpy as np
 
-from sharder.config import MlpConfig, RunConfig, UserError
+from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
 from sharder.exactness import refusals, untested
 from sharder.sharding.plan import Indivisible, Plan
 
@@ -189,7 +189,7 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
         account(config, plan.mesh.num_replicas)
     except UserError as error:
         found.append(str(error))
-    if not isinstance(config.model, MlpConfig) and config.data.seq_len > config.model.max_seq_len:
+    if isinstance(config.model, LANGUAGE_MODELS) and config.data.seq_len > config.model.max_seq_len:
         found.append(
             f"--data.seq-len is {config.data.seq_len}, more than the {config.model.max_seq_len} positions of"
             " --model.max-seq-len: raise the one or lower the other."

@@ -13,15 +13,19 @@ from sharder.config import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
+    ExpertConfig,
     LlamaConfig,
     LogConfig,
     MlpConfig,
     OptimizerConfig,
     ParallelConfig,
+    Pi0Config,
     RunConfig,
+    SiglipConfig,
     TrainConfig,
     TransformerConfig,
     UserError,
+    WeightsConfig,
     config_hash,
     from_dict,
     to_dict,
@@ -61,6 +65,20 @@ REFUSED = [
     (LlamaConfig, "norm_eps", 0.0),
     (LlamaConfig, "param_dtype", "float64"),
     *((MlpConfig, name, 0) for name in ("input_dim", "hidden_dim", "num_layers", "output_dim")),
+    *((SiglipConfig, name, 0) for name in ("embed_dim", "num_layers", "mlp_dim", "patch_size")),
+    (SiglipConfig, "num_heads", 7),
+    *((ExpertConfig, name, value) for name, value in (("embed_dim", 0), ("embed_dim", 7), ("mlp_dim", 0), ("lora_rank", -1))),
+    *((Pi0Config, name, 0) for name in ("num_layers", "num_heads", "vocab_size", "max_prompt_len", "action_dim", "action_horizon")),
+    (WeightsConfig, "resize", "states=pad"),
+    (WeightsConfig, "sizes", "mine"),
+    (Pi0Config, "variant", "pi1"),
+    (Pi0Config, "num_kv_heads", 3),
+    (Pi0Config, "head_dim", 5),
+    (Pi0Config, "cameras", ()),
+    (Pi0Config, "image_size", (224, 225)),
+    (Pi0Config, "loss_mask", "all"),
+    (Pi0Config, "attention", "flash"),
+    (Pi0Config, "freeze", "most"),
     (DataConfig, "seq_len", 0),
     (DataConfig, "validation_fraction", -0.1),
     (DataConfig, "validation_fraction", 1.0),
@@ -111,7 +129,10 @@ REFUSED = [
     (ClusterConfig, "cpu_devices", 0),
     (ClusterConfig, "bringup_timeout_s", 0),
 ]
-SECTION = {MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model"} | {
+SECTION = {
+    MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model", Pi0Config: "model", SiglipConfig: "model.vision",
+    ExpertConfig: "model.{backbone,action_expert}",
+} | {  # fmt: skip
     f.type: f.name for f in dataclasses.fields(RunConfig) if f.name != "model"
 }
 

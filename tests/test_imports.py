@@ -21,7 +21,7 @@ RANKS = [
     {"instrument"},
     {"preflight"},
     {"train"},
-    {"serve", "sim", "launch", "report"},
+    {"serve", "sim", "launch", "report", "weights"},
     {"cli", "session"},
 ]
 ALLOWED_SIDEWAYS = {("launch", "report"), ("sharding", "ops")}  # the demo compares two runs; a layout serves the ops' protocol

@@ -12,7 +12,7 @@ class Dataset(Protocol):
 
     Language-model examples are `inputs` and `targets`, int32 (n, seq_len), and where documents are packed
     also `segments` (which document, from 0), `positions` (from 0 in each document), int32, and `weights`
-    (1 where the target counts in the loss), float32, all (n, seq_len).
+    (1 where the target counts in the loss), float32, all (n, seq_len). Robot examples: see `sharder.models.pi0`.
     """
 
     fingerprint: str

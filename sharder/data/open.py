@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from sharder.config import MlpConfig, RunConfig, UserError
+from sharder.config import MlpConfig, Pi0Config, RunConfig, UserError
 from sharder.data.dataset import Batch, Dataset
 from sharder.data.synthetic import SyntheticRegression, SyntheticTokens
+from sharder.data.synthetic_robot import SyntheticRobot
 
 
 def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
@@ -17,6 +18,10 @@ def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
         if data.source == "text":
             raise UserError("--data.source is text, but the MLP reads only synthetic examples.")
         make = lambda n, salt: SyntheticRegression(n, model.input_dim, model.output_dim, salt)  # noqa: E731
+    elif isinstance(model, Pi0Config):
+        if data.source == "text":
+            raise UserError("--data.source is text, but pi0 reads images, states and actions.")
+        make = lambda n, salt: SyntheticRobot(n, model, salt)  # noqa: E731
     elif data.source == "synthetic":
         make = lambda n, salt: SyntheticTokens(n, data.seq_len, model.vocab_size, salt)  # noqa: E731
     else:
@@ -32,6 +37,8 @@ def example_shapes(config: RunConfig) -> Batch:
     data, model = config.data, config.model
     if isinstance(model, MlpConfig):
         return {"inputs": np.zeros((1, model.input_dim), np.float32), "targets": np.zeros((1, model.output_dim), np.float32)}
+    if isinstance(model, Pi0Config):
+        return SyntheticRobot(1, model, 0).read(np.zeros(1, np.int64))
     tokens = np.zeros((1, data.seq_len), np.int32)
     if data.source == "synthetic" or data.tokenizer is None:
         return {"inputs": tokens, "targets": tokens}

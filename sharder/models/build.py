@@ -1,19 +1,26 @@
 """From a model's configuration to the model: the one place where a model is chosen."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from sharder.config import LlamaConfig, MlpConfig, ModelConfig, TransformerConfig
+from sharder.config import LlamaConfig, MlpConfig, ModelConfig, Pi0Config, TransformerConfig
+from sharder.models.freeze import frozen_paths
 from sharder.models.llama import Llama
 from sharder.models.mlp import Mlp
+from sharder.models.pi0 import Pi0
 from sharder.models.transformer import Transformer
 from sharder.sharding.axes import AxisRules, ParamDecl
 
-MODELS = {TransformerConfig: Transformer, LlamaConfig: Llama, MlpConfig: Mlp}
+MODELS = {TransformerConfig: Transformer, LlamaConfig: Llama, MlpConfig: Mlp, Pi0Config: Pi0}
+
+
+FROZEN_DTYPE = jnp.dtype("bfloat16").name
 
 
 def build_model(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -54,6 +61,17 @@ class Declared:
     """Parameters with one of these axes are left out of weight decay, as are those of one dimension."""
     tokens_per_example: bool
     """Whether an example is a sequence of tokens, so that a rate is given in tokens per second."""
+    frozen: frozenset[str] = frozenset()
+    """Paths of parameters that are not trained."""
+
+    @property
+    def trained(self) -> "Declared":
+        """The same with trained parameters only: what the optimizer knows of."""
+        return dataclasses.replace(self, params={p: x for p, x in self.params.items() if p not in self.frozen}, frozen=frozenset())
+
+    def only_trained(self, tree: dict) -> dict:
+        """A tree of parameters without the frozen ones."""
+        return unflatten({p: x for p, x in flatten(tree).items() if p not in self.frozen}) if self.frozen else tree
 
     @property
     def num_params(self) -> int:
@@ -69,9 +87,21 @@ def declare(config: ModelConfig) -> Declared:
         "/".join(map(str, path)): ParamDecl(tuple(v.shape), str(v.dtype), tuple(v.get_metadata()["axes"]))
         for path, v in nnx.to_flat_state(state)
     }
-    return Declared(config, graphdef, dict(sorted(params.items())), model.axis_rules, model.undecayed_axes, model.tokens_per_example)
+    frozen = frozen_paths(config, params)
+    params |= {path: dataclasses.replace(params[path], dtype=FROZEN_DTYPE) for path in frozen}
+    return Declared(
+        config, graphdef, dict(sorted(params.items())), model.axis_rules, model.undecayed_axes, model.tokens_per_example, frozen
+    )
 
 
 def initial_params(config: ModelConfig, key: jax.Array) -> dict:
     """Freshly drawn parameters as nested dicts; trace it under jit with output shardings, so that they are born sharded."""
-    return nnx.to_pure_dict(nnx.state(build_model(config, nnx.Rngs(params=key))))
+    params = nnx.to_pure_dict(nnx.state(build_model(config, nnx.Rngs(params=key))))
+    flat = flatten(params)
+    frozen = frozen_paths(config, flat)
+    return unflatten(flat | {path: flat[path].astype(FROZEN_DTYPE) for path in frozen}) if frozen else params
+
+
+def merged(trained: dict, whole: dict) -> dict:
+    """`whole` with its trained parameters replaced."""
+    return unflatten(flatten(whole) | flatten(trained))

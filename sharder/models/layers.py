@@ -63,14 +63,18 @@ def gelu_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return linear(gelu(x), weight)
 
 
-@partial(jax.checkpoint, prevent_cse=False)
-def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array) -> jax.Array:
+def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
     """Layer normalisation over the last dimension, computed in float32, in the dtype of `x` (arXiv:1607.06450)."""
-    x = x_BTD.astype(jnp.float32)
-    mean = x.mean(-1, keepdims=True)
-    centred = x - mean
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    return (centred * jax.lax.rsqrt(variance + LAYER_NORM_EPS) * scale_D + bias_D).astype(x_BTD.dtype)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def normalise(x_BTD, scale_D, bias_D):
+        x = x_BTD.astype(jnp.float32)
+        mean = x.mean(-1, keepdims=True)
+        centred = x - mean
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        return (centred * jax.lax.rsqrt(variance + eps) * scale_D + bias_D).astype(x_BTD.dtype)
+
+    return normalise(x_BTD, scale_D, bias_D)
 
 
 def dropout(x_BTD: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.Array:

@@ -17,6 +17,12 @@ RECIPES = {
     "llama": "sharder.recipes.llama:llama",
     "llama_8b": "sharder.recipes.llama:llama_8b",
     "mlp": "sharder.recipes.mlp:mlp",
+    "pi0": "sharder.recipes.pi0:pi0",
+    "pi05": "sharder.recipes.pi0:pi05",
+    "pi0_lora": "sharder.recipes.pi0:pi0_lora",
+    "pi05_lora": "sharder.recipes.pi0:pi05_lora",
+    "pi0_tiny": "sharder.recipes.pi0:pi0_tiny",
+    "pi05_tiny": "sharder.recipes.pi0:pi05_tiny",
 }
 
 

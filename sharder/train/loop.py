@@ -20,12 +20,14 @@ from sharder.data.order import Order
 from sharder.events import EventLog
 from sharder.exactness import untested
 from sharder.instrument.hardware import peak_flops
+from sharder.models.freeze import describe as describe_frozen
 from sharder.preflight import account, with_reduction
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.exact import ExactStep
+from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.run_dir import Attempt, Resume, begin, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
@@ -38,6 +40,7 @@ from sharder.train.stepping import Stepper
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
+    config, resized = with_sizes_of_weights(config, run_dir)
     attempt = agree_on_attempt(run_dir, resume, config)
     config = with_reduction(config, attempt.reduction)
     if attempt.resume_step is not None and attempt.resume_step >= config.train.steps:
@@ -57,6 +60,9 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     if attempt.resume_step is None:
         state = create_state(config, setup.declared, setup.state_shardings)
+        if config.weights.path is not None:
+            state, loaded = initialise(state, config, setup.declared.params, setup.state_shardings)
+            say("\n".join(x for x in (resized, loaded) if x))
     else:
         state = restore_state(setup, run_dir, first_step)
         events.write("restored", first_step)
@@ -138,6 +144,8 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
+    if setup.declared.frozen:
+        print(describe_frozen(setup.declared.params, setup.declared.frozen))
     notes = untested(config, device.platform, jax.__version__), setup.why_fast and f"fast mode, not exact: {setup.why_fast}"
     for note in filter(None, notes):
         print(note)

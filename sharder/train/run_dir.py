@@ -12,6 +12,7 @@ from sharder.identity import differences
 
 Resume = Literal["auto", "never", "must"]
 
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of a run."""

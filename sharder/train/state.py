@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.config import RunConfig
@@ -44,17 +43,17 @@ def from_paths(like: TrainState, leaves: dict[str, Any]) -> TrainState:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves["/".join(map(_name, path))], like)
 
 
-def initial_state(config: RunConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def initial_state(config: RunConfig, declared: Declared, key: jax.Array) -> TrainState:
     params = initial_params(config.model, key)
-    ema = None if config.train.ema_decay is None else to_float32(params)
+    trained = to_float32(declared.only_trained(params))
+    ema = None if config.train.ema_decay is None else trained
     # Moments follow the dtype of what the optimizer is initialised with: float32, also for bfloat16 parameters.
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(to_float32(params)), ema)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer, declared.trained).init(trained), ema)
 
 
 def declare_state(config: RunConfig, declared: Declared) -> TrainState:
     """The state as shapes and dtypes, allocating nothing."""
-    optimizer = make_optimizer(config.optimizer, declared)
-    return jax.eval_shape(lambda: initial_state(config, optimizer, jax.random.key(0)))
+    return jax.eval_shape(lambda: initial_state(config, declared, jax.random.key(0)))
 
 
 def state_specs(config: RunConfig, declared: Declared, plan: Plan) -> TrainState:
@@ -62,7 +61,7 @@ def state_specs(config: RunConfig, declared: Declared, plan: Plan) -> TrainState
     says, the moving average in the update layout."""
     abstract = declare_state(config, declared)
     storage = unflatten({p: leaf.storage for p, leaf in plan.leaves.items()})
-    update = unflatten({p: leaf.update for p, leaf in plan.leaves.items()})
+    update = unflatten({p: leaf.update for p, leaf in plan.leaves.items() if p not in declared.frozen})
     opt_state = jax.tree_util.tree_map_with_path(
         lambda path, x: optimizer_spec("/".join(map(_name, path)), x.shape, plan), abstract.opt_state
     )
@@ -76,10 +75,9 @@ def shardings(specs: TrainState, mesh: Mesh) -> TrainState:
 
 def create_state(config: RunConfig, declared: Declared, state_shardings: TrainState) -> TrainState:
     """A fresh state, every array born on its own shards."""
-    optimizer = make_optimizer(config.optimizer, declared)
 
     def create(seed):
-        return initial_state(config, optimizer, jax.random.key(seed))
+        return initial_state(config, declared, jax.random.key(seed))
 
     return jax.jit(create, out_shardings=state_shardings)(jnp.uint32(config.train.seed))
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.models.build import unflatten
+from sharder.models.build import merged, unflatten
 from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
@@ -47,18 +47,21 @@ def place_matrices(matrices_LRC: jax.Array, setup: Setup) -> jax.Array:
 def apply_update(setup: Setup, state: TrainState, grads, norm: jax.Array) -> TrainState:
     """The optimizer on gradients of the mean loss whose global norm is `norm`, everything in the update layout."""
     config = setup.config
-    optimizer = make_optimizer(config.optimizer, setup.declared, lambda matrices: place_matrices(matrices, setup))
-    params32 = to_float32(state.params)
+    optimizer = make_optimizer(config.optimizer, setup.declared.trained, lambda matrices: place_matrices(matrices, setup))
+    trained = setup.declared.only_trained(state.params)
+    params32 = to_float32(trained)
     updates, opt_state = optimizer.update(clipped(grads, norm, config.optimizer.clip_norm), state.opt_state, params32)
     new32 = optax.apply_updates(params32, updates)
-    params = jax.tree.map(lambda new, old: new.astype(old.dtype), new32, state.params)
-    ema = None if state.ema is None else moving_average(state.ema, params, config.train.ema_decay)
-    return TrainState(state.step + 1, params, opt_state, ema)
+    new = jax.tree.map(lambda new, old: new.astype(old.dtype), new32, trained)
+    ema = None if state.ema is None else moving_average(state.ema, new, config.train.ema_decay)
+    return TrainState(state.step + 1, merged(new, state.params) if setup.declared.frozen else new, opt_state, ema)
 
 
-def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example):
+def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example, frozen=None):
     """Sums over all accumulation slots: gradients of the summed loss, the summed loss, the summed weight, and the
     digest of the examples.
+
+    `frozen`: parameters of which there are no gradients, None: there are no such.
 
     `batch` holds arrays (slots, slot_size, ...), whose examples have places first_example .. in the global batch.
     `pin` fixes the layout of gradients; with several slots they are accumulated in float32.
@@ -67,7 +70,8 @@ def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, ba
 
     def slot_loss(params, slot_batch, slot):
         keys_B = example_keys(seed, step, first_example + slot * slot_size + jnp.arange(slot_size))
-        losses_B, weights_B = nnx.merge(graphdef, params).losses(slot_batch, keys_B, layout)
+        whole = params if frozen is None else merged(params, frozen)
+        losses_B, weights_B = nnx.merge(graphdef, whole).losses(slot_batch, keys_B, layout)
         return losses_B.sum(), weights_B.sum()
 
     def slot_gradients(slot_batch, slot):
@@ -118,13 +122,14 @@ def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
     # Accumulators live in the storage layout; without accumulation gradients go straight to where they are used.
     gradient_layout = "update" if setup.batch.num_slots == 1 else "storage"
     compute = ComputeLayout(setup.mesh, setup.plan, gradient_layout)
-    gradient_shardings = unflatten(setup.plan.shardings(gradient_layout, setup.mesh))
-    update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
+    declared = setup.declared
+    gradient_shardings = declared.only_trained(unflatten(setup.plan.shardings(gradient_layout, setup.mesh)))
+    update_shardings = declared.only_trained(unflatten(setup.plan.shardings("update", setup.mesh)))
 
     def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array):
         pin = lambda grads: with_sharding_constraint(grads, gradient_shardings)  # noqa: E731
-        graphdef = setup.declared.graphdef
-        sums = accumulate(graphdef, compute, pin, state.params, batch, seed, state.step, 0)
+        trained, frozen = declared.only_trained(state.params), state.params if declared.frozen else None
+        sums = accumulate(declared.graphdef, compute, pin, trained, batch, seed, state.step, 0, frozen)
         grads, loss_sum, weight_sum, batch_digest = sums
         grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
         return finish_step(setup, state, grads, global_norm(grads), loss_sum / weight_sum, batch_digest, stop)

@@ -39,8 +39,7 @@ def run(dtype: str) -> list[TrainState]:
     """The states from the first to that after STEPS updates."""
     config = config_of(dtype)
     setup = SimpleNamespace(config=config, declared=declare(config.model))
-    optimizer = make_optimizer(config.optimizer, setup.declared)
-    states = [jax.jit(lambda: initial_state(config, optimizer, jax.random.key(0)))()]
+    states = [jax.jit(lambda: initial_state(config, setup.declared, jax.random.key(0)))()]
     update = jax.jit(lambda state, grads: apply_update(setup, state, grads, global_norm(grads)))
     for grads in draw_gradients(dtype):
         states.append(update(states[-1], unflatten(grads)))
@@ -117,8 +116,7 @@ def test_the_average_follows_the_new_parameters():
 
 def test_no_average_is_kept_unless_asked_for():
     config = replace(CONFIG, train=TrainConfig())
-    optimizer = make_optimizer(config.optimizer, declare(MODEL))
-    assert jax.eval_shape(lambda: initial_state(config, optimizer, jax.random.key(0))).ema is None
+    assert jax.eval_shape(lambda: initial_state(config, declare(MODEL), jax.random.key(0))).ema is None
 
 
 def test_average_of_bfloat16_parameters_is_exact_in_float32():

@@ -1,0 +1,155 @@
+"""Where weights come from: orbax trees (ours and openpi's) and .npz files, read leaf by leaf onto the devices that want them."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from sharder import checkpoint
+from sharder.config import UserError
+from sharder.models.build import flatten, unflatten
+from sharder.models.openpi_weights import LLM, without_value
+
+Target = Mapping[str, jax.ShapeDtypeStruct]
+"""By path: shape, dtype and sharding of what is wanted."""
+
+
+class WeightFile(Protocol):
+    """A tree of arrays on disk."""
+
+    kind: str
+    """`sharder`, `openpi` or `paligemma`."""
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, target: Target) -> dict[str, jax.Array]:
+        """These leaves, cast and placed as `target` says; nothing else is read."""
+        ...
+
+
+@dataclass(frozen=True)
+class OrbaxTree:
+    """The folder of an orbax item that holds a tree; openpi puts it under `params` and may end every path with `value`."""
+
+    kind: str
+    path: Path
+    names: dict[str, str]
+    """Path in the folder by plain path."""
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, target: Target) -> dict[str, jax.Array]:
+        import orbax.checkpoint as ocp
+
+        item = unflatten({self.names[path]: x for path, x in target.items()})
+        args = ocp.args.PyTreeRestore(item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                found = flatten(checkpointer.restore(self.path, args=args))
+        except Exception as error:  # orbax and tensorstore raise many kinds, among them bare Exception
+            raise UserError(f"{self.path} cannot be read: {str(error).splitlines()[0]}") from error
+        return {path: found[self.names[path]] for path in target}
+
+
+@dataclass(frozen=True)
+class NpzFile:
+    """big_vision's PaliGemma: openpi's tree below `params`, without actions, state and their expert."""
+
+    path: Path
+    names: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    kind: str = field(default="paligemma")
+
+    def read(self, target: Target) -> dict[str, jax.Array]:
+        with np.load(self.path) as file:
+            return {path: place(file[self.names[path]], x) for path, x in target.items()}
+
+
+def place(array: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Every device gets its own part of an array in host memory."""
+    if wanted.sharding is None:
+        return jax.numpy.asarray(array, wanted.dtype)
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: array[index].astype(wanted.dtype))
+
+
+def _orbax_tree(kind: str, folder: Path) -> OrbaxTree:
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").addFilter(lambda record: "Metadata file does not exist" not in record.getMessage())
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.metadata(folder.resolve())
+    except Exception as error:
+        raise UserError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
+    tree = found.item_metadata.tree if hasattr(found, "item_metadata") else found
+    leaves = flatten(dict(tree))
+    plain = without_value(leaves)
+    names = {p.removeprefix("params/") if kind == "openpi" else p: original for original, p in plain.items()}
+    return OrbaxTree(
+        kind, folder.resolve(), names, {p: tuple(leaves[o].shape) for p, o in names.items()}, {p: str(leaves[o].dtype) for p, o in names.items()}
+    )
+
+
+def _npz_file(path: Path) -> NpzFile:
+    names, shapes, dtypes = {}, {}, {}
+    with np.load(path) as file:
+        for name in file.files:
+            plain = "PaliGemma/" + name.removeprefix("params/")
+            array = file[name]  # one at a time: shapes stand in no index
+            names[plain], shapes[plain], dtypes[plain] = name, array.shape, str(array.dtype)
+    if LLM + "embedder/input_embedding" not in shapes:
+        raise UserError(f"{path} is not PaliGemma's: it holds no params/llm/embedder/input_embedding, but {', '.join(list(names.values())[:3])}.")
+    return NpzFile(path, names, shapes, dtypes)
+
+
+def locate(path: Path) -> tuple[str, Path]:
+    """Kind and place of the tree behind a path that a user may give. Raises UserError where there is none."""
+    if path.suffix == ".npz" and path.is_file():
+        return "paligemma", path
+    if (path / "checkpoints").is_dir():
+        path = checkpoint.folder(path) / str(checkpoint.choose_step(path, None))
+    if (path / "manifest.json").is_file():
+        return "sharder", path / "params"
+    for folder in (path / "params", path):
+        if (folder / "_METADATA").is_file():
+            return "openpi", folder
+    what = "does not exist" if not path.exists() else "holds no weights"
+    raise UserError(
+        f"{path} {what}: give a run, one of its checkpoints, what `sharder weights import` wrote, a checkpoint of openpi (a folder"
+        " with params/), or PaliGemma's .npz."
+    )
+
+
+def open_weights(path: str | Path) -> WeightFile:
+    """The tree behind a path, of which only shapes and dtypes are read. Raises UserError where there is none."""
+    kind, place = locate(Path(path))
+    return _npz_file(place) if kind == "paligemma" else _orbax_tree(kind, place)
+
+
+def saved_model(file: WeightFile) -> dict | None:
+    """The model's configuration that stands beside weights of our own, as JSON values."""
+    if file.kind != "sharder":
+        return None
+    manifest = json.loads((file.path.parent / "manifest.json").read_text())
+    if "model" in manifest:
+        return manifest["model"]
+    config = file.path.parents[2] / "config.json"
+    return json.loads(config.read_text())["config"]["model"] if config.is_file() else None
+
+
+def open_average(path: str | Path) -> OrbaxTree:
+    """The moving average that a run keeps of its parameters. Raises UserError where it keeps none."""
+    kind, place = locate(Path(path))
+    folder = place.parent / "train_state"
+    tree = _orbax_tree("sharder", folder) if kind == "sharder" and folder.is_dir() else None
+    names = {} if tree is None else {p.removeprefix("ema/"): p for p in tree.names if p.startswith("ema/")}
+    if not names:
+        raise UserError(f"{path} holds no moving average of its parameters: it was trained without --train.ema-decay.")
+    return OrbaxTree("sharder", tree.path, names, {p: tree.shapes[o] for p, o in names.items()}, {p: tree.dtypes[o] for p, o in names.items()})

@@ -1,0 +1,101 @@
+"""`sharder weights ...`: what the command line calls."""
+
+import dataclasses
+import json as jsonlib
+import sys
+from pathlib import Path
+
+import tyro
+
+from sharder.config import ClusterConfig, UserError
+
+
+def check(arguments: list[str]) -> int:
+    """Compare our model with recorded outputs of the original: exit 0 within the tolerances, else 1."""
+
+    def command(golden: tyro.conf.Positional[Path], json: bool = False, compute_dtype: str | None = None) -> tuple:
+        """
+        Args:
+            golden: NAME.npz with NAME.json beside it.
+            json: Print every quantity as JSON.
+            compute_dtype: float32 or bfloat16; unset: that of the recording.
+        """
+        return golden, json, compute_dtype
+
+    path, as_json, dtype = tyro.cli(command, args=arguments, prog="sharder weights check", description=check.__doc__)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UserError(f"--compute-dtype is {dtype!r}, but must be float32 or bfloat16.")
+    from sharder.weights.golden import compare, describe, read, unknown
+
+    case = read(path, dtype)
+    rows, left = compare(case), unknown(case)
+    if left:
+        print(f"not compared, since unknown here: {', '.join(left)}", file=sys.stderr)
+    ok = all(row.ok for row in rows)
+    print(jsonlib.dumps({"ok": ok, "quantities": {row.name: dataclasses.asdict(row) for row in rows}}) if as_json else describe(rows))
+    return 0 if ok else 1
+
+
+def import_(arguments: list[str]) -> int:
+    """Read a checkpoint of openpi (pi0, pi0.5, with or without LoRA), and write it as weights of ours."""
+
+    def command(path: tyro.conf.Positional[Path], out: Path, param_dtype: str | None = None, cpu_devices: int | None = None) -> tuple:
+        """
+        Args:
+            path: Folder of a checkpoint, or of its params.
+            out: New folder.
+            param_dtype: float32 or bfloat16; unset: that of the file.
+            cpu_devices: Simulate this many devices, over which the weights are divided.
+        """
+        return path, out, param_dtype, cpu_devices
+
+    path, out, dtype, devices = tyro.cli(command, args=arguments, prog="sharder weights import", description=import_.__doc__)
+    from sharder import cluster
+
+    cluster.initialize(ClusterConfig(cpu_devices=devices))
+    from sharder.weights.convert import import_weights
+
+    print(import_weights(path, out, dtype))
+    return 0
+
+
+def export(arguments: list[str]) -> int:
+    """Write a run, a checkpoint or imported weights as openpi's tree, so that openpi restores it."""
+
+    def command(
+        path: tyro.conf.Positional[Path], out: Path, merge_lora: bool = True, value: bool = True, average: bool = False,
+        cpu_devices: int | None = None,
+    ) -> tuple:
+        """
+        Args:
+            path: A run (its latest checkpoint), one of its checkpoints, or imported weights.
+            out: New folder.
+            merge_lora: Add low-rank additions to the weights, so that the tree is that of the plain model.
+            value: End every path with `value`, as openpi's trainer does.
+            average: Write the moving average of the parameters, as openpi's trainer does where it keeps one.
+            cpu_devices: Simulate this many devices, over which the weights are divided.
+        """
+        return path, out, merge_lora, value, average, cpu_devices
+
+    path, out, merge, value, average, devices = tyro.cli(command, args=arguments, prog="sharder weights export", description=export.__doc__)
+    from sharder import cluster
+
+    cluster.initialize(ClusterConfig(cpu_devices=devices))
+    from sharder.weights.convert import export_weights
+
+    print(export_weights(path, out, merge_lora=merge, value=value, average=average))
+    return 0
+
+
+COMMANDS = {"import": import_, "export": export, "check": check}
+
+
+def run(arguments: list[str]) -> int:
+    """Raises UserError where there is no such command."""
+    rows = "\n".join(f"  sharder weights {name:8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(rows)
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        raise UserError(f"there is no command weights {arguments[0]!r}:\n{rows}")
+    return COMMANDS[arguments[0]](arguments[1:])

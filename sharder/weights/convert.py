@@ -1,0 +1,128 @@
+"""Weights in and out: from openpi's checkpoints to a folder of ours, and from a run or such a folder back to openpi's tree.
+
+A folder of ours holds the orbax item `params` and `manifest.json` (model, fingerprints), as a run's checkpoint does.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharder import __version__, checkpoint
+from sharder.config import ParallelConfig, Pi0Config, UserError, model_from_dict, model_to_dict
+from sharder.models.build import Declared, declare, unflatten
+from sharder.models.lora import without_lora
+from sharder.models.openpi_weights import by_source, detect, to_openpi
+from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
+from sharder.sharding.plan import Plan, make_plan
+from sharder.train.fingerprint import combine, digests, hex_digest
+from sharder.train.initial_weights import describe_load, fit, load
+from sharder.train.weight_files import WeightFile, open_average, open_weights, saved_model
+
+
+def divided_plan(declared: Declared) -> tuple[Plan, jax.sharding.Mesh]:
+    """Everything divided over all devices, but for what does not divide evenly."""
+    parallel = ParallelConfig(policy="fsdp")
+    shape = resolve_mesh_shape(parallel, jax.device_count(), jax.local_device_count())
+    plan = make_plan(declared.params, declared.rules, parallel, shape)
+    whole = tuple({x.path for x in plan.indivisible()})
+    return make_plan(declared.params, declared.rules, dataclasses.replace(parallel, replicate=whole), shape), make_mesh(shape)
+
+
+def model_of(file: WeightFile) -> Pi0Config:
+    """The model whose weights these are. Raises UserError where it is not pi0 or pi0.5."""
+    saved = saved_model(file)
+    model = detect(file.shapes) if saved is None else model_from_dict(saved)
+    if not isinstance(model, Pi0Config):
+        raise UserError(f"{file.path} holds weights of a {type(model).__name__}; only those of pi0 and pi0.5 are converted.")
+    return model
+
+
+def load_all(file: WeightFile, model: Pi0Config) -> tuple[dict[str, jax.Array], Declared]:
+    """All parameters, divided over the devices of this process."""
+    declared = declare(model)
+    plan, mesh = divided_plan(declared)
+    return load(file, model, declared.params, plan.shardings("storage", mesh)), declared
+
+
+def fingerprint_of(leaves: Mapping[str, jax.Array]) -> tuple[str, dict[str, str]]:
+    """Of all parameters, and of each, by paths that begin with `params/`."""
+    named = {f"params/{path}": x for path, x in sorted(leaves.items())}
+    mesh = next(iter(named.values())).sharding.mesh
+    found = np.asarray(jax.jit(digests, out_shardings=NamedSharding(mesh, PartitionSpec()))(named))
+    return combine(found, list(named)), {path: hex_digest(digest) for path, digest in zip(named, found)}
+
+
+def new_folder(out: Path) -> Path:
+    """Raises UserError where there is something already."""
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out is {out}, which exists and is not empty: choose another folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    return out.resolve()
+
+
+def write_tree(folder: Path, tree: dict) -> None:
+    """An orbax item as openpi's orbax reads it: OCDBT, zarr 2."""
+    import orbax.checkpoint as ocp
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=False)) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+
+
+def import_weights(path: Path, out: Path, param_dtype: str | None = None) -> str:
+    """Writes a folder of ours from a checkpoint of openpi; returns what to print."""
+    file = open_weights(path)
+    model = model_of(file)
+    dtypes = set(file.dtypes.values())
+    model = dataclasses.replace(model, param_dtype=param_dtype or ("bfloat16" if dtypes == {"bfloat16"} else "float32"))
+    out = new_folder(out)
+    leaves, declared = load_all(file, model)
+    fingerprint, each = fingerprint_of(leaves)
+    write_tree(out / "params", unflatten(leaves))
+    described = {f"params/{p}": {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": each[f"params/{p}"]} for p, x in leaves.items()}
+    manifest = {"fingerprint": fingerprint, "model": model_to_dict(model), "versions": {"sharder": __version__, "jax": jax.__version__}}
+    checkpoint.write_durably(out / "manifest.json", json.dumps({**manifest, "leaves": described}, indent=1))
+    loaded = describe_load(file, leaves, declared.params, fit(file, model, declared.params, "none"))
+    return f"{model.variant}{' with LoRA' if model.backbone.lora_rank else ''}, {'/'.join(sorted(dtypes))}\n{loaded}\nfingerprint {fingerprint}, written to {out}"
+
+
+def with_average(path: Path, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The moving average in place of the parameters; what is frozen has none, and stays."""
+    average = open_average(path)
+    target = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for p, x in leaves.items() if p in average.shapes}
+    return leaves | average.read(target)
+
+
+def export_weights(path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False) -> str:
+    """Writes openpi's tree from a run, a checkpoint or a folder of ours; returns what to print.
+
+    `value`: paths end with `value`, as openpi's trainer writes them. `average`: the moving average, as openpi's `params` of a
+    run that keeps one. Each array is divided as its parts are.
+    """
+    file = open_weights(path)
+    model = model_of(file)
+    leaves, _ = load_all(file, model)
+    leaves = with_average(path, leaves) if average else leaves
+    fingerprint, _ = fingerprint_of(leaves)
+    merged = merge_lora and (model.backbone.lora_rank or model.action_expert.lora_rank)
+    if merged:
+        leaves, model = without_lora(leaves, model)
+    mesh = next(iter(leaves.values())).sharding.mesh
+
+    def spec(parts) -> NamedSharding:
+        ours, source = next(iter(parts.items()))
+        entries = leaves[ours].sharding.spec
+        return NamedSharding(mesh, PartitionSpec(*source.layout(entries + (None,) * (leaves[ours].ndim - len(entries)))))
+
+    places = {theirs: spec(parts) for theirs, parts in by_source(model).items()}
+    theirs = jax.jit(lambda x: to_openpi(model, x, jax.numpy), out_shardings=places)(leaves)
+    out = new_folder(out)
+    write_tree(out / "params", {"params": unflatten({p + ("/value" if value else ""): x for p, x in theirs.items()})})
+    done = "; low-rank additions merged into the weights" if merged else ""
+    return f"{len(theirs)} arrays of openpi's tree written to {out}{done}\nfingerprint {fingerprint}"

@@ -277,8 +277,8 @@ def generate(arguments: list[str]) -> int:
 
 
 def weights(arguments: list[str]) -> int:
-    """Import, export or check weights of other trainers; `sharder weights` lists how."""
-    if arguments[:1] not in (["import"], ["export"]) or any(a.split("=")[0] == "--out" or a in ("-h", "--help") for a in arguments):
+    """Import, export or check weights of other libraries and trainers; `sharder weights --help` lists how."""
+    if arguments[:1] in (["check"], ["-h"], ["--help"]) or any(a.split("=")[0] == "--out" for a in arguments):
         from sharder.weights.command import run as convert  # pi0, from and to openpi's checkpoints
 
         return convert(arguments)

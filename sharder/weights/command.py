@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> int:
     """Raises UserError where there is no such command."""
     rows = "\n".join(f"  sharder weights {name:8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(rows)
+        print(f"{rows}\nLlama: sharder weights import FOLDER RECIPE --run-dir DIR, sharder weights export RUN FOLDER")
         return 0 if arguments else 2
     if arguments[0] not in COMMANDS:
         raise UserError(f"there is no command weights {arguments[0]!r}:\n{rows}")

@@ -48,6 +48,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/loader.py
 	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/sharding.py
+	$(BIN)/python bench/data.py
 
 clean:
 	rm -rf $(VENV) .venv-latest

@@ -105,8 +105,7 @@ class Pieces:
     def __init__(self, tree: dict):
         from sharder import cluster
         from sharder.config import from_dict
-        from sharder.data.open import open_datasets
-        from sharder.data.order import Order
+        from sharder.data.open import open_datasets, open_order
         from sharder.events import EventLog
         from sharder.train.loop import step_facts
         from sharder.train.run_dir import Attempt
@@ -119,7 +118,7 @@ class Pieces:
         self.setup = prepare(config)
         self.layout = self.setup.train_batch
         self.dataset, _ = open_datasets(config)
-        self.order = Order(len(self.dataset), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
+        self.order = open_order(config, self.dataset)
         self.state = create_state(config, self.setup.declared, self.setup.state_shardings)
         self.step, self.records = 0, Records()
         facts = step_facts(self.setup, self.order, Attempt(Path(), 1, None))

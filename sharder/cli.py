@@ -276,6 +276,17 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
+def data(arguments: list[str]) -> int:
+    """Inspect robot datasets, compute their statistics, record new ones."""
+    if arguments[:1] == ["record"]:
+        from sharder.sim.commands import record
+
+        return record(arguments[1:])
+    from sharder.data.commands import data as run
+
+    return run(arguments)
+
+
 def weights(arguments: list[str]) -> int:
     """Import, export or check weights of other libraries and trainers; `sharder weights --help` lists how."""
     if arguments[:1] in (["check"], ["-h"], ["--help"]) or any(a.split("=")[0] == "--out" for a in arguments):
@@ -347,6 +358,7 @@ COMMANDS = {
     "checkpoints": checkpoints,
     "eval": evaluate,
     "generate": generate,
+    "data": data,
     "weights": weights,
     "demo": demo,
 }

@@ -1,6 +1,7 @@
 """The processes and devices of a run: bring-up and shutdown of jax.distributed, and settings of the backend."""
 
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -119,10 +120,15 @@ def _keep_stdout_clean() -> None:
     sys.stdout = os.fdopen(kept, "w", buffering=1)
 
 
-def decide(choose: Callable[[], dict]) -> dict:
+_DECISIONS = itertools.count()
+"""Numbers the decisions of this process; all processes take the same ones in the same order."""
+
+
+def decide(choose: Callable[[], dict], timeout_s: int = 60) -> dict:
     """What `choose` returns in process 0, in every process; JSON values only. Its UserError is raised in all of them.
 
-    For decisions from files that process 0 may be writing already while another process looks at them.
+    For decisions from files that process 0 may be writing already while another process looks at them, and for numbers that must
+    have the same bits everywhere.
     """
     import jax
 
@@ -130,7 +136,7 @@ def decide(choose: Callable[[], dict]) -> dict:
         return choose()
     from jax._src import distributed  # the key-value store has no public name
 
-    client, key = distributed.global_state.client, f"sharder/decide/{choose.__module__}.{choose.__qualname__}"
+    client, key = distributed.global_state.client, f"sharder/decide/{next(_DECISIONS)}/{choose.__module__}.{choose.__qualname__}"
     if jax.process_index() == 0:
         try:
             decision = {"value": choose()}
@@ -138,7 +144,7 @@ def decide(choose: Callable[[], dict]) -> dict:
             decision = {"error": str(error)}
         client.key_value_set(key, json.dumps(decision))
     else:
-        decision = json.loads(client.blocking_key_value_get(key, 60_000))
+        decision = json.loads(client.blocking_key_value_get(key, timeout_s * 1000))
     if "error" in decision:
         raise UserError(decision["error"])
     return decision["value"]

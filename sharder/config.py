@@ -15,8 +15,10 @@ Remat = Literal["none", "dots", "block", "offload"]
 Policy = Literal["dp", "zero", "fsdp"]
 Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
-Source = Literal["auto", "text", "synthetic"]
+Source = Literal["auto", "text", "lerobot", "rlds", "synthetic"]
 Freeze = Literal["none", "vision", "backbone", "vision-and-backbone", "language-but-lora", "all-but-lora"]
+Normalization = Literal["auto", "z_score", "quantile", "none"]
+RobotPolicy = Literal["generic", "aloha", "droid", "libero"]
 Resize = Literal["none", "actions=pad", "actions=slice", "actions=reinit"]
 LossMask = Literal["none", "padded"]
 Attention = Literal["auto", "reference", "xla", "cudnn", "chunked"]
@@ -229,6 +231,8 @@ class Pi0Config:
     """Height and width in pixels."""
     loss_mask: LossMask = "none"
     """padded: action dimensions and steps that were only filled up do not count; none: they do, as in the original."""
+    augment: bool = False
+    """Change the training pictures at random: crop, rotation, brightness, contrast, saturation."""
     attention: Attention = "auto"
     freeze: Freeze = "none"
     """Parameters that are not trained: they are kept in bfloat16, and have no optimizer state."""
@@ -267,13 +271,73 @@ LANGUAGE_MODELS = (TransformerConfig, LlamaConfig)
 
 
 @dataclass(frozen=True)
+class RobotConfig:
+    """How recorded episodes become examples for a robot policy."""
+
+    policy: RobotPolicy = "generic"
+    """Names, units and relative actions of a robot; generic: everything as recorded, cameras placed by their names."""
+    cameras: tuple[str, ...] = ()
+    """MODEL=DATASET for each camera, as base_0_rgb=observation.images.top; unset: as the policy says."""
+    state: tuple[str, ...] = ()
+    """Columns that make up the state, one after the other; unset: as the policy says."""
+    action: str | None = None
+    """Column of the actions; unset: as the policy says."""
+    relative: tuple[int, ...] | None = None
+    """Lengths of stretches of actions that are made relative to the state, negative where they are not: 6 -1; unset: as the policy says."""
+    adapt_to_pi: bool = True
+    """ALOHA: joints and grippers as the released pi0 knows them."""
+    normalization: Normalization = "auto"
+    """auto: z_score for pi0, quantile for pi0.5."""
+    clip: float | None = None
+    """Largest absolute value after normalisation."""
+    least_range: float = 0.0
+    """Range of quantiles that a dimension has at least; keeps one that hardly moves from blowing up."""
+    norm_stats: str | None = None
+    """norm_stats.json, or a folder with it; unset: computed from the dataset."""
+    prompt: str | None = None
+    """In place of the recorded tasks."""
+    episodes: str | None = None
+    """Episodes that are used, as 0:100,205; unset: all."""
+
+    def __post_init__(self):
+        require_choice("robot.policy", self.policy, RobotPolicy)
+        for entry in self.cameras:
+            model, _, dataset = entry.partition("=")
+            require(bool(model and dataset), "robot.cameras", self.cameras, "MODEL=DATASET for each camera")
+        require(0 not in (self.relative or ()), "robot.relative", self.relative, "lengths other than 0")
+        require_choice("robot.normalization", self.normalization, Normalization)
+        require(self.clip is None or self.clip > 0, "robot.clip", self.clip, "above 0")
+        require(self.least_range >= 0, "robot.least_range", self.least_range, "at least 0")
+        require(self.episodes is None or self.episodes.strip(), "robot.episodes", self.episodes, "ranges of episodes, as 0:100,205")
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One of several datasets that a run reads from."""
+
+    path: str = ""
+    weight: float = 1.0
+    """Share of the examples, relative to the other parts'."""
+    source: Source = "auto"
+    robot: RobotConfig = field(default_factory=RobotConfig)
+
+    def __post_init__(self):
+        require_choice("data.mixture.source", self.source, Source)
+        require(self.weight > 0, "data.mixture.weight", self.weight, "above 0")
+        require(self.path != "", "data.mixture.path", self.path, "a folder, or hf://OWNER/NAME")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where examples come from and how they are split."""
 
     source: Source = "auto"
-    """auto: text for language models, synthetic for the MLP."""
+    """auto: text for language models, synthetic for the MLP, what lies at --data.path for pi0."""
     path: str | None = None
-    """Text file, folder, glob or .parquet; unset: the Python documentation topics of the standard library."""
+    """Text file, folder, glob or .parquet (unset: the Python documentation topics of the standard library); for pi0 the folder of a
+    LeRobot dataset, hf://OWNER/NAME, or a folder of RLDS."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Several datasets for pi0, in place of path; a recipe lists them."""
     text_column: str = "text"
     """Column read from parquet files."""
     tokenizer: str | None = None
@@ -291,6 +355,10 @@ class DataConfig:
     """Rounds of the index shuffle; below 8 successive ids correlate."""
     prefetch: int = 2
     """Batches read and copied to the device ahead of the step."""
+    workers: int | None = None
+    """Processes that decode pictures; 0: in the training process; unset: one less than the cores, 1 to 8."""
+    cache_mb: int = 1024
+    """Decoded pictures that are kept, over all workers."""
 
     def __post_init__(self):
         require_choice("data.source", self.source, Source)
@@ -303,6 +371,8 @@ class DataConfig:
             "data.shuffle_rounds", self.shuffle_rounds, "an even number from 8 to 1024",
         )  # fmt: skip
         require(self.prefetch >= 1, "data.prefetch", self.prefetch, "at least 1")
+        require(self.workers is None or self.workers >= 0, "data.workers", self.workers, "at least 0")
+        require(self.cache_mb >= 0, "data.cache_mb", self.cache_mb, "at least 0")
 
 
 @dataclass(frozen=True)
@@ -481,6 +551,7 @@ class RunConfig:
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
+    robot: RobotConfig = field(default_factory=RobotConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -518,7 +589,9 @@ def _section(cls: type, values: dict):
     def value(name: str, x: object) -> object:
         if isinstance(x, dict) and dataclasses.is_dataclass(types.get(name)):
             return _section(types[name], x)
-        return tuple(x) if isinstance(x, list) else x
+        if isinstance(x, list):  # a tuple, of values or of sections
+            return tuple(_section(get_args(types[name])[0], v) if isinstance(v, dict) else v for v in x)
+        return x
 
     return cls(**{name: value(name, x) for name, x in values.items()})
 

@@ -4,7 +4,7 @@ from sharder.config import RunConfig, to_dict
 
 FREE_SECTIONS = {"checkpoint", "cluster", "log", "weights"}
 FREE_FIELDS = {
-    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "train.steps", "train.log_every",
+    "parallel.policy", "parallel.data", "parallel.fsdp", "parallel.replicate", "data.path", "data.token_cache", "data.prefetch", "data.workers", "data.cache_mb", "train.steps", "train.log_every",
     "train.validate_every", "train.validation_batches",
 }  # fmt: skip
 FREE_IN_FAST_MODE = {

@@ -49,3 +49,25 @@ def sharder(*arguments, timeout: float = 300, **extra: str) -> subprocess.Comple
     """Runs the command line as a user would; `extra` goes into its environment."""
     command = [sys.executable, "-m", "sharder", *map(str, arguments)]
     return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=timeout)
+
+
+ROBOT_RECIPE = f"{__file__}:small_robot"
+
+
+def small_robot() -> RunConfig:
+    """pi0 as small as it gets, with changed pictures; give it --data.path."""
+    from sharder.config import ExpertConfig, ParallelConfig, Pi0Config, SiglipConfig
+
+    return RunConfig(
+        model=Pi0Config(
+            vision=SiglipConfig(embed_dim=16, num_layers=1, mlp_dim=32, num_heads=2, patch_size=14),
+            backbone=ExpertConfig(embed_dim=16, mlp_dim=32), action_expert=ExpertConfig(embed_dim=16, mlp_dim=32),
+            num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=257, max_prompt_len=8, action_dim=8, action_horizon=8,
+            cameras=("base_0_rgb",), image_size=(14, 14), augment=True, compute_dtype="float32", remat="none",
+        ),
+        data=DataConfig(validation_fraction=0.25),
+        parallel=ParallelConfig(replicate=("action_out/bias",)),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5, decay_steps=100),
+        train=TrainConfig(steps=9, global_batch_size=16, validate_every=0),
+        checkpoint=CheckpointConfig(every=5),
+    )  # fmt: skip

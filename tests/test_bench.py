@@ -97,3 +97,17 @@ def test_exact_prints_its_figures():
     names = "step_time_fast", "step_time_exact", "ratio", "ratio_low", "ratio_high", "scratch_ratio", "exposed_reduction", "moved_ratio"
     assert set(lines) == {f"tiny_lm_{name}_2" for name in names}
     assert all(math.isfinite(line["value"]) for line in lines.values())
+
+
+DATA = {
+    "random_examples_per_s", "sequential_examples_per_s", "cached_examples_per_s", "memory_growth", "statistics_absolute_s",
+    "statistics_absolute_frames_per_s", "statistics_relative_s", "statistics_relative_frames_per_s",
+}  # fmt: skip
+
+
+def test_data_prints_its_figures():
+    command = [sys.executable, str(BENCH / "data.py"), "--quick", "--no-training"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["figure"] for line in lines} == DATA and all(math.isfinite(line["value"]) for line in lines)

@@ -16,10 +16,12 @@ from sharder.config import (
     ExpertConfig,
     LlamaConfig,
     LogConfig,
+    MixturePart,
     MlpConfig,
     OptimizerConfig,
     ParallelConfig,
     Pi0Config,
+    RobotConfig,
     RunConfig,
     SiglipConfig,
     TrainConfig,
@@ -33,7 +35,7 @@ from sharder.config import (
 
 OTHER = RunConfig(
     model=TransformerConfig(dropout_rate=0.25, param_dtype="bfloat16"),
-    data=DataConfig(path="x.txt"),
+    data=DataConfig(path="x.txt", mixture=(MixturePart("a", 2.0, robot=RobotConfig(relative=(6, -1))), MixturePart("b"))),
     parallel=ParallelConfig(policy="fsdp", data=2, replicate=("embed/tokens", "head/out")),
     optimizer=OptimizerConfig(clip_norm=None),
     train=TrainConfig(microbatch_size=4, ema_decay=0.99),
@@ -89,6 +91,18 @@ REFUSED = [
     (DataConfig, "prefetch", 0),
     (DataConfig, "source", "pickle"),
     (DataConfig, "validation_split", "half"),
+    (DataConfig, "workers", -1),
+    (DataConfig, "cache_mb", -1),
+    (MixturePart, "path", ""),
+    (MixturePart, "weight", 0.0),
+    (MixturePart, "source", "pickle"),
+    (RobotConfig, "policy", "octopus"),
+    (RobotConfig, "cameras", ("base_0_rgb",)),
+    (RobotConfig, "relative", (6, 0)),
+    (RobotConfig, "normalization", "l2"),
+    (RobotConfig, "clip", 0.0),
+    (RobotConfig, "least_range", -1.0),
+    (RobotConfig, "episodes", " "),
     (ParallelConfig, "policy", "fsdpp"),
     (ParallelConfig, "reduction", "exactly"),
     (ParallelConfig, "virtual_workers", 6),
@@ -131,7 +145,7 @@ REFUSED = [
 ]
 SECTION = {
     MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model", Pi0Config: "model", SiglipConfig: "model.vision",
-    ExpertConfig: "model.{backbone,action_expert}",
+    ExpertConfig: "model.{backbone,action_expert}", MixturePart: "data.mixture",
 } | {  # fmt: skip
     f.type: f.name for f in dataclasses.fields(RunConfig) if f.name != "model"
 }

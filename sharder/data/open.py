@@ -1,9 +1,13 @@
 """From a run's configuration to its datasets."""
 
+from pathlib import Path
+
 import numpy as np
 
 from sharder.config import MlpConfig, Pi0Config, RunConfig, UserError
 from sharder.data.dataset import Batch, Dataset
+from sharder.data.mixture import Mixture, MixtureOrder
+from sharder.data.order import Order
 from sharder.data.synthetic import SyntheticRegression, SyntheticTokens
 from sharder.data.synthetic_robot import SyntheticRobot
 
@@ -15,13 +19,21 @@ def open_datasets(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     """
     data, model = config.data, config.model
     if isinstance(model, MlpConfig):
-        if data.source == "text":
-            raise UserError("--data.source is text, but the MLP reads only synthetic examples.")
+        if data.source not in ("auto", "synthetic"):
+            raise UserError(f"--data.source is {data.source}, but the MLP reads only synthetic examples.")
         make = lambda n, salt: SyntheticRegression(n, model.input_dim, model.output_dim, salt)  # noqa: E731
     elif isinstance(model, Pi0Config):
         if data.source == "text":
             raise UserError("--data.source is text, but pi0 reads images, states and actions.")
+        if data.path or data.mixture:  # a path says more than a recipe's `synthetic`
+            from sharder.data.open_robot import open_robot
+
+            return open_robot(config)
+        if data.source in ("lerobot", "rlds"):
+            raise UserError(f"--data.source is {data.source}, but --data.path, which names the folder, is missing.")
         make = lambda n, salt: SyntheticRobot(n, model, salt)  # noqa: E731
+    elif data.source in ("lerobot", "rlds"):
+        raise UserError(f"--data.source is {data.source}, which only robot policies (pi0_tiny, pi0, ...) read.")
     elif data.source == "synthetic":
         make = lambda n, salt: SyntheticTokens(n, data.seq_len, model.vocab_size, salt)  # noqa: E731
     else:
@@ -44,3 +56,19 @@ def example_shapes(config: RunConfig) -> Batch:
         return {"inputs": tokens, "targets": tokens}
     weights = np.zeros((1, data.seq_len), np.float32)
     return {"inputs": tokens, "targets": tokens, "segments": tokens, "positions": tokens, "weights": weights}
+
+
+def open_order(config: RunConfig, training: Dataset) -> Order | MixtureOrder:
+    """Which examples each step reads. Raises UserError where there are fewer than a batch."""
+    arguments = (config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
+    return training.order(*arguments) if isinstance(training, Mixture) else Order(len(training), *arguments)
+
+
+def write_assets(folder: Path, training: Dataset) -> None:
+    """What has to go along with a model to be used; statistics, for a robot policy. Nothing for other models."""
+    from sharder.data.robot_dataset import RobotDataset
+
+    if isinstance(training, RobotDataset | Mixture):
+        from sharder.data.open_robot import write_assets as write
+
+        write(folder, training)

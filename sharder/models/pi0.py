@@ -20,6 +20,7 @@ from sharder.models.gemma import Cache, Gemma
 from sharder.models.layers import fetch, normal, param, zeros
 from sharder.models.siglip import Siglip
 from sharder.ops.attention_backends import attend
+from sharder.ops.augment import augment
 from sharder.ops.layout import SINGLE, Layout
 from sharder.ops.linear import linear
 from sharder.sharding.axes import AxisRules
@@ -198,8 +199,24 @@ class Pi0(nnx.Module):
             num_dims = errors.shape[2]
             return (errors * counted).sum((1, 2)) / num_dims, counted.sum((1, 2)) / num_dims, found
 
+    def augmented(self, batch: dict, keys_B: jax.Array) -> dict:
+        """The batch with pictures changed at random; a camera on a wrist keeps its geometry, one that is masked stays black."""
+        changed = {}
+        for camera in self.config.cameras:
+            image_BHWC = to_unit_range(batch[f"image/{camera}"])
+            valid_B = batch.get(f"image_mask/{camera}", jnp.ones(image_BHWC.shape[0], bool))
+            with jax.named_scope("augment"):
+                new = augment(image_BHWC, keys_B, geometric="wrist" not in camera)
+            changed[f"image/{camera}"] = jnp.where(valid_B[:, None, None, None], new, image_BHWC)
+        return batch | changed
+
     def losses(self, batch: dict, keys_B: jax.Array | None, layout: Layout = SINGLE) -> tuple[jax.Array, jax.Array]:
-        """`flow_losses` at noise and time drawn from one key per example; without keys, from the content of the example."""
+        """`flow_losses` at noise and time drawn from one key per example; without keys, from the content of the example.
+
+        With keys, which is in training, the pictures are changed at random where the config says so.
+        """
+        if keys_B is not None and self.config.augment:
+            batch = self.augmented(batch, keys_B)
         keys_B = keys_of_content(batch["actions"]) if keys_B is None else keys_B
         noise, time = draw_noise_and_time(keys_B, (self.config.action_horizon, self.config.action_dim))
         return self.flow_losses(batch, noise, time, layout)[:2]

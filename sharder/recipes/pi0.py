@@ -19,12 +19,12 @@ def _full(model: Pi0Config) -> RunConfig:
 
 def pi0() -> RunConfig:
     """pi0, 3.24 B parameters."""
-    return _full(Pi0Config())
+    return _full(Pi0Config(augment=True))
 
 
 def pi05() -> RunConfig:
     """pi0.5, 3.35 B parameters; the state is part of the prompt."""
-    return _full(Pi0Config(variant="pi05", max_prompt_len=200))
+    return _full(Pi0Config(variant="pi05", max_prompt_len=200, augment=True))
 
 
 def _with_lora(config: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ from sharder import __version__, checkpoint, cluster
 from sharder.config import RunConfig
 from sharder.data.dataset import Dataset
 from sharder.data.loader import open_loader
-from sharder.data.open import open_datasets
+from sharder.data.open import open_datasets, open_order, write_assets
 from sharder.data.order import Order
 from sharder.events import EventLog
 from sharder.exactness import untested
@@ -50,7 +50,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     setup = prepare(config)
     config = setup.config
     training, validation = open_datasets(config)
-    order = Order(len(training), config.train.global_batch_size, config.train.seed, config.data.shuffle_rounds)
+    order = open_order(config, training)
     if attempt.resume_step is not None:
         check_data(run_dir, attempt.resume_step, training)
     events = open_run(setup, attempt, training, order)
@@ -144,6 +144,7 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
+    write_assets(run_dir / "assets", training)
     if setup.declared.frozen:
         print(describe_frozen(setup.declared.params, setup.declared.frozen))
     notes = untested(config, device.platform, jax.__version__), setup.why_fast and f"fast mode, not exact: {setup.why_fast}"

@@ -1,0 +1,1 @@
+"""Episodes in TFRecord shards as TFDS writes them (RLDS), read without TensorFlow."""

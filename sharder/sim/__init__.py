@@ -1,0 +1,1 @@
+"""Simulated robots: recorded demonstrations. Needs the extra `sim`."""

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from sharder.config import UserError
+from sharder.data.prompts import PromptEncoder, clean, digitize, with_state
+from sharder.data.tokenize import ByteTokenizer
+
+NO_STATES = np.zeros((1, 2), np.float32)
+
+
+def ids(text: str) -> list[int]:
+    return [256, *text.encode()]
+
+
+def test_a_prompt_of_pi0_is_the_task_and_an_end_of_line():
+    tokens, mask = PromptEncoder(ByteTokenizer(), False, 20, 257)(["  pick_up\nthe cup "], NO_STATES)
+    wanted = ids("pick up the cup\n")
+    assert tokens[0].tolist() == wanted + [0] * 3 and mask[0].tolist() == [True] * 17 + [False] * 3
+
+
+def test_a_prompt_of_pi05_holds_the_state():
+    state = np.array([[-1.0, 0.0, 0.999, 5.0, -1.5]], np.float32)
+    tokens, mask = PromptEncoder(ByteTokenizer(), True, 80, 257)(["fold_it"], state)
+    wanted = ids("Task: fold it, State: 0 128 255 255 -1;\nAction: ")
+    assert tokens[0, : len(wanted)].tolist() == wanted and mask.sum() == len(wanted)
+
+
+def test_bins_are_of_equal_width_and_closed_below():
+    edges = np.linspace(-1, 1, 257)[:-1]
+    assert digitize(edges).tolist() == list(range(256))
+    assert digitize(edges - 1e-9).tolist() == list(range(-1, 255))
+
+
+def test_a_long_prompt_is_cut_and_its_length_known():
+    encoder = PromptEncoder(ByteTokenizer(), False, 5, 257)
+    tokens, mask = encoder(["abcdefgh"], NO_STATES)
+    assert tokens[0].tolist() == ids("abcd") and mask.all()
+    assert encoder.num_tokens("abcdefgh", 2) == 10
+    assert PromptEncoder(ByteTokenizer(), True, 5, 257).num_tokens("a", 3) == len(ids(with_state("a", np.zeros(3))))
+
+
+def test_a_model_with_too_few_ids_is_named():
+    with pytest.raises(UserError, match="--model.vocab-size is 256. Set it to 257"):
+        PromptEncoder(ByteTokenizer(), False, 5, 256)
+
+
+def test_cleaning():
+    assert clean(" a_b\nc ") == "a b c"

@@ -88,3 +88,23 @@ def test_offloading_is_refused_where_there_is_no_second_memory():
     config = small()
     with pytest.raises(UserError, match="--model.remat is offload.*use block"):
         prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, remat="offload")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, model", [("zero", {}), ("fsdp", {"remat": "block"}), ("dp", {"remat": "dots"})])
+def test_the_total_on_cpu_is_within_a_quarter_of_the_compiled(policy, model):
+    import dataclasses
+
+    from sharder.instrument.machine import memory_of
+    from sharder.instrument.memory import compiled_bytes
+    from sharder.recipes import load_recipe
+    from sharder.train.abstract import lower_abstract
+    from sharder.train.planning import describe_step
+    from sharder.train.setup import prepare
+
+    recipe = load_recipe("tiny_lm")
+    config = dataclasses.replace(
+        recipe, parallel=ParallelConfig(policy, reduction="fast"), model=dataclasses.replace(recipe.model, **model)
+    )
+    compiled = compiled_bytes(lower_abstract(prepare(config)).compile())
+    assert memory_of(describe_step(config, 8, 8)).total == pytest.approx(compiled, rel=0.25)

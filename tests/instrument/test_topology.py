@@ -77,3 +77,14 @@ def test_a_step_for_256_tpus_moves_what_a_hand_calculation_says(tmp_path):
     assert traffic["gathered_bytes"] == pytest.approx(2 * (2 * blocks + table + rest) + 2 * table, rel=1e-3)
     # Here both parts of the table's gradient come in bfloat16.
     assert traffic["reduced_bytes"] == pytest.approx(2 * (blocks + table + rest) + 2 * table, rel=1e-3)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, batch, policy", [("tiny_lm", 256, "zero"), ("gpt", 64, "fsdp"), ("gpt", 64, "dp")])
+def test_the_total_for_a_gpu_is_within_a_tenth_of_the_compiled(tmp_path, recipe, batch, policy):
+    options = ("--parallel.policy", policy, "--train.global-batch-size", batch, "--topology", "h100:1x8", "--report", tmp_path / "found.json")
+    ran = sharder("check", recipe, *options, HOME=str(tmp_path), timeout=1800)
+    assert ran.returncode == 0, ran.stderr
+    memory = json.loads((tmp_path / "found.json").read_text())["memory"]
+    assert memory["total"] == pytest.approx(memory["compiled"], rel=0.1)

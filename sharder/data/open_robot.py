@@ -14,11 +14,10 @@ from sharder.data.lerobot.source import CHECKED_VIDEOS, open_lerobot
 from sharder.data.mixture import Mixture
 from sharder.data.normalize import NormStats, read_norm_stats, write_norm_stats
 from sharder.data.pictures import Pictures, default_workers
-from sharder.data.prompts import PromptEncoder
+from sharder.data.prompts import PromptEncoder, open_prompt_tokenizer
 from sharder.data.rlds.source import is_rlds, open_rlds
 from sharder.data.robot_dataset import Numbers, RobotDataset, Scaling, Shapes, Source, frames_of, held_out_episodes
 from sharder.data.robots import Keys, Robot, aloha, droid, generic, libero
-from sharder.data.tokenize import open_tokenizer
 
 STATE_NAMES = ("observation.state", "state", "observation/state", "observation/proprio")
 ACTION_NAMES = ("action", "actions")
@@ -36,7 +35,7 @@ def open_robot(config: RunConfig) -> tuple[RobotDataset | Mixture, RobotDataset 
             f"--data.path is {data.path}, but the recipe has a mixture of {len(data.mixture)} datasets: give one of them."
         )
     shapes = Shapes(model.cameras, tuple(model.image_size), model.action_dim, model.action_horizon)
-    prompts = PromptEncoder(open_tokenizer(data.tokenizer), model.variant == "pi05", model.max_prompt_len, model.vocab_size)
+    prompts = PromptEncoder(open_prompt_tokenizer(data.tokenizer, model.vocab_size), model.variant == "pi05", model.max_prompt_len, model.vocab_size)
     workers = default_workers() if data.workers is None else data.workers
     pictures = Pictures(shapes.height_width, workers, data.cache_mb << 20)
     parts = data.mixture or (MixturePart(data.path, source=data.source, robot=config.robot),)

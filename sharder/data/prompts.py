@@ -5,13 +5,31 @@ Formats: openpi (commit 15a9616), models/tokenizer.py and transforms.py.
 
 import hashlib
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from sharder.config import UserError
-from sharder.data.tokenize import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from sharder.data.tokenize import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer, open_tokenizer
 
 STATE_BINS = 256
+
+PALIGEMMA_VOCAB_SIZE = 257_152
+PALIGEMMA_CACHES = ("~/.cache/sharder/paligemma_tokenizer.model", "~/.cache/openpi/big_vision/paligemma_tokenizer.model")
+PALIGEMMA_SOURCE = "gs://big_vision/paligemma_tokenizer.model"
+
+
+def open_prompt_tokenizer(path: str | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer at `path`; unset: bytes, or PaliGemma's from a cache for a model with its vocabulary. Raises UserError
+    where there is none."""
+    if path is None and vocab_size >= PALIGEMMA_VOCAB_SIZE:
+        path = next((found for c in PALIGEMMA_CACHES if Path(found := str(Path(c).expanduser())).is_file()), None)
+        if path is None:
+            raise UserError(
+                f"prompts are to be tokenised with PaliGemma's vocabulary, but none of {', '.join(PALIGEMMA_CACHES)} exists. Fetch"
+                f" {PALIGEMMA_SOURCE} to one of them, or give --data.tokenizer PATH."
+            )
+    return open_tokenizer(path)
 
 
 def clean(text: str) -> str:

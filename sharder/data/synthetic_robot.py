@@ -4,8 +4,9 @@ import numpy as np
 
 from sharder.config import Pi0Config
 from sharder.data.dataset import Batch
-from sharder.data.prompt import BytePrompts, prompt_encoder
+from sharder.data.prompts import PromptEncoder
 from sharder.data.synthetic import describe, hash_uint32
+from sharder.data.tokenize import ByteTokenizer
 
 TASKS = ("reach", "push", "lift", "open")
 
@@ -20,7 +21,7 @@ class SyntheticRobot:
     def __init__(self, num_examples: int, model: Pi0Config, salt: int = 0):
         self.num_examples, self.model, self.salt = num_examples, model, salt
         sizes = (model.variant, model.cameras, model.image_size, model.action_dim, model.action_horizon, model.max_prompt_len, model.vocab_size)
-        self.encode = prompt_encoder(model, BytePrompts())
+        self.encode = PromptEncoder(ByteTokenizer(), model.variant == "pi05", model.max_prompt_len, model.vocab_size)
         self.fingerprint = describe("robot", num_examples, *sizes, salt)
 
     def __len__(self) -> int:

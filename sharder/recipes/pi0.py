@@ -53,7 +53,7 @@ def _tiny(variant: str) -> RunConfig:
         vision=SiglipConfig(embed_dim=128, num_layers=3, mlp_dim=512, num_heads=4, patch_size=14),
         backbone=ExpertConfig(embed_dim=192, mlp_dim=768),
         action_expert=ExpertConfig(embed_dim=128, mlp_dim=512, lora_alpha=16.0),
-        num_layers=4, num_heads=8, num_kv_heads=1, head_dim=16, vocab_size=512, max_prompt_len=16 if variant == "pi0" else 64,
+        num_layers=4, num_heads=8, num_kv_heads=1, head_dim=16, vocab_size=512, max_prompt_len=48 if variant == "pi0" else 96,
         action_dim=8, action_horizon=8, cameras=("base_0_rgb", "left_wrist_0_rgb"), image_size=(28, 28),
         compute_dtype="float32", remat="none",
     )  # fmt: skip

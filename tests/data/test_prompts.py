@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from sharder.config import UserError
-from sharder.data.prompts import PromptEncoder, clean, digitize, with_state
+from sharder.data.prompts import PALIGEMMA_VOCAB_SIZE, PromptEncoder, clean, digitize, open_prompt_tokenizer, with_state
 from sharder.data.tokenize import ByteTokenizer
 
 NO_STATES = np.zeros((1, 2), np.float32)
@@ -46,3 +46,29 @@ def test_a_model_with_too_few_ids_is_named():
 
 def test_cleaning():
     assert clean(" a_b\nc ") == "a b c"
+
+
+def test_tiny_models_need_no_file():
+    assert isinstance(open_prompt_tokenizer(None, 512), ByteTokenizer)
+
+
+def test_paligemma_is_asked_for_where_a_model_has_its_vocabulary():
+    with pytest.raises(UserError, match="Fetch gs://big_vision/paligemma_tokenizer.model to one of them, or give --data.tokenizer"):
+        open_prompt_tokenizer(None, PALIGEMMA_VOCAB_SIZE)
+
+
+def test_paligemma_is_found_in_a_cache(tmp_path, monkeypatch):
+    """Any model of sentencepiece will do here: that the file is read, and begins texts with its own token."""
+    import sentencepiece
+
+    folder = tmp_path / ".cache" / "sharder"
+    folder.mkdir(parents=True)
+    texts = ["pick up the cup", "put the cup on the table", "open the drawer"] * 20
+    options = {"vocab_size": 26, "bos_id": 2, "eos_id": 1, "unk_id": 3, "pad_id": 0, "minloglevel": 2}
+    prefix = str(folder / "paligemma_tokenizer")
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=prefix, **options)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    library = sentencepiece.SentencePieceProcessor(model_file=prefix + ".model")
+    encoder = PromptEncoder(open_prompt_tokenizer(None, PALIGEMMA_VOCAB_SIZE), False, 30, PALIGEMMA_VOCAB_SIZE)
+    tokens, mask = encoder(["open the cup"], NO_STATES)
+    assert tokens[mask].tolist() == [2, *library.encode("open the cup"), *library.encode("\n")]

@@ -67,12 +67,12 @@ def keep_freed_memory() -> bool:
 
 
 def device_memory_bytes() -> int | None:
-    """Memory of one device; simulated devices share the machine's. None where it is not known."""
+    """Memory of one device; simulated devices of all processes share the machine's. None where it is not known."""
     import jax
 
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 

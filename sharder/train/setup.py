@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.cluster import device_memory_bytes
+from sharder.cluster import decide, device_memory_bytes
 from sharder.config import RunConfig, UserError
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
@@ -49,7 +49,9 @@ def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> S
     shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
-    config, why_fast = settle_reduction(config, plan, jax.default_backend(), device_memory_bytes())
+    # One answer for all processes, whose machines may differ.
+    memory_bytes = decide(lambda: {"bytes": device_memory_bytes()})["bytes"]
+    config, why_fast = settle_reduction(config, plan, devices[0].platform, memory_bytes)
     check(config, plan)
     if config.model.remat == "offload" and devices[0].platform == "cpu":
         raise UserError("--model.remat is offload, but a CPU has no second memory to keep activations in: use block.")

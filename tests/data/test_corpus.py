@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharder.config import DataConfig, UserError
-from sharder.data.corpus import Corpus, Topic, open_corpus
+from sharder.data.corpus import Corpus, open_corpus
+from sharder.data.sources import Topic
 
 
 def corpus_of(*contents: bytes) -> Corpus:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharder.config import DataConfig, UserError
-from sharder.data.corpus import Corpus, Topic
+from sharder.data.corpus import Corpus
+from sharder.data.sources import Topic
 from sharder.data.text import ByteText, open_text
 
 

@@ -215,7 +215,7 @@ def checkpoints(arguments: list[str]) -> int:
 
 def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list[str]]:
     """A run's folder and configuration, which its options may override."""
-    from sharder.train.run_dir import read_config
+    from sharder.facts import read_config
 
     name, rest = split_name(arguments, "RUN", usage)
     return Path(name), read_config(Path(name)), rest

@@ -8,7 +8,9 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Literal, Union, get_args
+from typing import Literal, Union
+
+from sharder.fields import UserError, check_fields, check_sections, require
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "block"]
@@ -17,22 +19,6 @@ Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
 Source = Literal["auto", "text", "synthetic"]
 Split = Literal["auto", "document", "range"]
-
-
-class UserError(ValueError):
-    """Something that the user can mend: the command line prints it and exits with code 2."""
-
-
-def require(ok: bool, name: str, value: object, should_be: str) -> None:
-    """Raises UserError naming the option, what was given and what it should be."""
-    if not ok:
-        option = "--" + name.replace("_", "-")
-        raise UserError(f"{option} is {value!r}, but must be {should_be}.")
-
-
-def require_choice(name: str, value: object, choices: object) -> None:
-    """The command line checks choices by itself; a recipe file or a config.json does not."""
-    require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +46,7 @@ class TransformerConfig:
     """What the backward pass recomputes: nothing, or each block from its input."""
 
     def __post_init__(self):
+        check_fields(self, "model")
         for name in ("vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "mlp_dim", "num_layers"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(
@@ -71,14 +58,6 @@ class TransformerConfig:
             f"a divisor of --model.embed-dim, which is {self.embed_dim}",
         )  # fmt: skip
         require(0.0 <= self.dropout_rate < 1.0, "model.dropout_rate", self.dropout_rate, "in [0, 1)")
-        check_precision(self)
-
-
-def check_precision(model: "TransformerConfig | MlpConfig") -> None:
-    """The choices that every model has."""
-    require_choice("model.param_dtype", model.param_dtype, Dtype)
-    require_choice("model.compute_dtype", model.compute_dtype, Dtype)
-    require_choice("model.remat", model.remat, Remat)
 
 
 @dataclass(frozen=True)
@@ -95,9 +74,9 @@ class MlpConfig:
     remat: Remat = "none"
 
     def __post_init__(self):
+        check_fields(self, "model")
         for name in ("input_dim", "hidden_dim", "num_layers", "output_dim"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        check_precision(self)
 
 
 ModelConfig = Union[TransformerConfig, MlpConfig]
@@ -130,11 +109,10 @@ class DataConfig:
     """Batches read and copied to the device ahead of the step."""
 
     def __post_init__(self):
-        require_choice("data.source", self.source, Source)
-        require_choice("data.validation_split", self.validation_split, Split)
+        check_fields(self, "data")
         require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
         require(0.0 <= self.validation_fraction < 1.0, "data.validation_fraction", self.validation_fraction, "in [0, 1)")
-        require(self.num_examples >= 1, "data.num_examples", self.num_examples, "at least 1")
+        require(1 <= self.num_examples <= 2**62, "data.num_examples", self.num_examples, "from 1 to 2**62")
         require(
             8 <= self.shuffle_rounds <= 1024 and self.shuffle_rounds % 2 == 0,
             "data.shuffle_rounds", self.shuffle_rounds, "an even number from 8 to 1024",
@@ -166,9 +144,7 @@ class ParallelConfig:
     """Parameters that may stay whole although the policy divides them, by path."""
 
     def __post_init__(self):
-        require_choice("parallel.policy", self.policy, Policy)
-        require_choice("parallel.reduction", self.reduction, Reduction)
-        require_choice("parallel.exact_memory", self.exact_memory, ExactMemory)
+        check_fields(self, "parallel")
         workers = self.virtual_workers
         require(workers >= 1 and workers & (workers - 1) == 0, "parallel.virtual_workers", workers, "a power of two")
         for name in ("data", "fsdp", "tensor"):
@@ -196,11 +172,12 @@ class OptimizerConfig:
     """Largest global gradient norm; None: no clipping."""
 
     def __post_init__(self):
+        check_fields(self, "optimizer")
         require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         require(
-            self.decay_steps > self.warmup_steps, "optimizer.decay_steps", self.decay_steps,
-            f"above --optimizer.warmup-steps, which is {self.warmup_steps}",
+            self.warmup_steps < self.decay_steps < 2**31, "optimizer.decay_steps", self.decay_steps,
+            f"above --optimizer.warmup-steps, which is {self.warmup_steps}, and below 2**31",
         )  # fmt: skip
         require(0.0 <= self.final_lr_fraction <= 1.0, "optimizer.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
         require(0.0 <= self.b1 < 1.0, "optimizer.b1", self.b1, "in [0, 1)")
@@ -230,7 +207,8 @@ class TrainConfig:
     """Batches per evaluation; unset: the whole split."""
 
     def __post_init__(self):
-        require(self.steps >= 1, "train.steps", self.steps, "at least 1")
+        check_fields(self, "train")
+        require(1 <= self.steps < 2**31, "train.steps", self.steps, "from 1 to 2**31 - 1")
         require(self.global_batch_size >= 1, "train.global_batch_size", self.global_batch_size, "at least 1")
         require(
             self.microbatch_size is None or self.microbatch_size >= 1, "train.microbatch_size", self.microbatch_size, "at least 1"
@@ -256,6 +234,7 @@ class CheckpointConfig:
     """Also keep every checkpoint whose step is a multiple of this."""
 
     def __post_init__(self):
+        check_fields(self, "checkpoint")
         require(self.every >= 0, "checkpoint.every", self.every, "at least 0")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
         require(self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1")
@@ -273,7 +252,9 @@ class ClusterConfig:
     """Folder of compiled programs; unset: ~/.cache/sharder/compiled; "off": none."""
 
     def __post_init__(self):
-        require(self.cpu_devices is None or self.cpu_devices >= 1, "cluster.cpu_devices", self.cpu_devices, "at least 1")
+        check_fields(self, "cluster")
+        # Each simulated device is a thread pool: thousands of them stop the machine.
+        require(self.cpu_devices is None or 1 <= self.cpu_devices <= 1024, "cluster.cpu_devices", self.cpu_devices, "from 1 to 1024")
         require(self.bringup_timeout_s >= 1, "cluster.bringup_timeout_s", self.bringup_timeout_s, "at least 1")
 
 
@@ -283,6 +264,9 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb_project: str | None = None
+
+    def __post_init__(self):
+        check_fields(self, "log")
 
 
 @dataclass(frozen=True)
@@ -297,6 +281,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        check_sections(self)
 
 
 MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, MlpConfig)}
@@ -319,6 +306,8 @@ def from_dict(tree: dict) -> RunConfig:
         raise UserError("config.json has no section model: it was written by another version of sharder.")
     values = {}
     for name, section in tree.items():
+        if not isinstance(section, dict):
+            raise UserError(f"section {name} is {section!r}, but must be an object: the file is damaged.")
         section = dict(section)
         cls = sections[name].type
         if name == "model":
@@ -327,7 +316,7 @@ def from_dict(tree: dict) -> RunConfig:
                 raise UserError(f"config.json has a model of kind {kind!r}; this version knows {', '.join(MODEL_CONFIGS)}.")
             cls = MODEL_CONFIGS[kind]
         try:
-            values[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in section.items()})
+            values[name] = cls(**section)
         except TypeError as error:
             raise UserError(f"config.json, section {name}: {error}. It was written by another version of sharder.") from None
     return RunConfig(**values)

@@ -123,7 +123,7 @@ def problem_of_sharder(arguments: tuple[str, ...]) -> str | None:
     said = io.StringIO()
     with (
         mock.patch.object(tyro, "cli", parse_only),
-        mock.patch("sharder.train.run_dir.read_config", lambda run_dir: load_recipe("tiny_lm")),
+        mock.patch("sharder.facts.read_config", lambda run_dir: load_recipe("tiny_lm")),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
     ):

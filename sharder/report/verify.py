@@ -1,11 +1,11 @@
 """Whether two runs went through the same states, from the fingerprints in their metrics. Reads files only."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharder.config import UserError, from_dict
+from sharder.config import UserError
 from sharder.events import read_json_lines
+from sharder.facts import config_of, read_facts
 from sharder.identity import differences
 
 # What is compared of a step, in the order in which one follows from the other, and how a difference is named.
@@ -57,21 +57,10 @@ def read_steps(run_dir: Path) -> tuple[dict[int, list[dict]], int]:
     return steps, broken
 
 
-def read_facts(run_dir: Path) -> dict:
-    """What config.json says of a run. Raises UserError where it cannot be read."""
-    path = run_dir / "config.json"
-    if not path.exists():
-        raise UserError(f"{run_dir} is not a run: it has no config.json.")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}. Restore it from a copy, or compare another run.") from None
-
-
 def check_comparable(run_a: Path, run_b: Path) -> tuple[str, ...]:
     """Facts that may explain a difference of two runs. Raises UserError where their numbers cannot be expected to agree."""
     facts = read_facts(run_a), read_facts(run_b)
-    differ = differences(*(from_dict(f["config"]) for f in facts))
+    differ = differences(*(config_of(f, run) for f, run in zip(facts, (run_a, run_b))))
     rows = [f"{option} is {a!r} in the one, {b!r} in the other" for option, a, b in differ]
     data = [f.get("data", {}) for f in facts]
     if data[0] != data[1]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from sharder import checkpoint
-from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
+from sharder.config import RunConfig, UserError, config_hash, to_dict
 from sharder.events import end_with_newline, read_json_lines
+from sharder.facts import read_config
 from sharder.identity import differences
 
 Resume = Literal["auto", "never", "must"]
@@ -23,14 +24,6 @@ class Attempt:
     """Checkpoint to restore, or None to begin at step 0."""
     reduction: str = "auto"
     """The mode that the run was begun in; of a new run, what was asked for."""
-
-
-def read_config(run_dir: Path) -> RunConfig:
-    """The configuration that a run was started with."""
-    path = run_dir / "config.json"
-    if not path.exists():
-        raise UserError(f"{run_dir} is not a run: it has no config.json.")
-    return from_dict(json.loads(path.read_text())["config"])
 
 
 def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:

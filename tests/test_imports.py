@@ -15,7 +15,7 @@ ROOT = Path(sharder.__file__).parent
 RANKS = [
     {"fields"},
     {"config", "events", "stop"},
-    {"exactness", "facts", "identity", "recipes"},
+    {"exactness", "facts", "identity", "lock", "recipes", "rendezvous"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},

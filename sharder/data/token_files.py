@@ -4,8 +4,6 @@ The files are made once, in a cache, and found again by what they were made from
 name only when they are complete, so that a kill at any moment or a second process never shows half of them.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,6 +21,7 @@ from sharder.config import UserError
 from sharder.data.corpus import Piece, Split
 from sharder.data.sources import MappedFile
 from sharder.data.tokenize import Tokenizer
+from sharder.lock import wait_for_lock
 
 DEFAULT_CACHE = "~/.cache/sharder/tokens"
 FORMAT = 1
@@ -67,32 +66,29 @@ def encode_split(split: Split, tokenizer: Tokenizer, cache: str | None) -> Token
     root = Path(cache or DEFAULT_CACHE).expanduser()
     key = hashlib.sha256(f"{FORMAT} {split.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:32]
     folder = root / key
-    if not folder.exists():
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with _lock(root / f"{key}.lock") as locked:
-                for left in root.glob(f"{key}.tmp-*") if locked else ():
-                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed: a live one would have the lock
-                if not folder.exists():
-                    _make(folder, split, tokenizer)
-        except OSError as error:
-            raise UserError(
-                f"Token files of {split.corpus.name} cannot be written to {root}: {error.strerror or error}. "
-                "Choose another folder with --data.token-cache."
-            ) from None
-    return _open(folder)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Holds a lock that the kernel releases when the process ends; yields False where the file system has none."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+    files = _open(folder)
+    if files is not None:
+        return files
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with wait_for_lock(root / f"{key}.lock") as locked:
+            for left in root.glob(f"{key}.tmp-*") if locked else ():
+                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed: a live one would have the lock
+            files = _open(folder)  # of another process, which had the lock before
+            if files is None:
+                if folder.exists():
+                    log.warning("Token files in %s are not what was written: they are made again.", folder)
+                    folder.rename(root / f"{key}.tmp-{uuid.uuid4().hex}")
+                _make(folder, split, tokenizer)
+                files = _open(folder)
+    except OSError as error:
+        raise UserError(
+            f"Token files of {split.corpus.name} cannot be written to {root}: {error.strerror or error}. "
+            "Choose another folder with --data.token-cache."
+        ) from None
+    if files is None:
+        raise UserError(f"Token files in {folder} are not what was just written: is the disk damaged? Choose another --data.token-cache.")
+    return files
 
 
 def _make(folder: Path, split: Split, tokenizer: Tokenizer) -> None:
@@ -146,7 +142,7 @@ def _write(work: Path, split: Split, tokenizer: Tokenizer) -> None:
                 offsets.write(end.to_bytes(8, "little"))
     about = {
         "dtype": dtype.str,
-        "fingerprint": hashlib.sha256(f"{dtype.str} {tokens.digest()} {offsets.digest()}".encode()).hexdigest(),
+        "fingerprint": _fingerprint(dtype.str, tokens.digest(), offsets.digest()),
         "num_tokens": num_tokens,
         "vocab_size": tokenizer.vocab_size,
         "end_of_document": tokenizer.end_of_document,
@@ -216,17 +212,22 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _open(folder: Path) -> TokenFiles:
+def _open(folder: Path) -> TokenFiles | None:
+    """The files in a folder; None where they are missing, or their sizes or SHA-256 are not those of what was written."""
     try:
-        about = json.loads((folder / "about.json").read_text())
-        files = TokenFiles(
-            MappedFile.of(folder / "tokens.bin"), MappedFile.of(folder / "offsets.bin"), about["dtype"], about["fingerprint"]
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"Token files in {folder} are damaged ({error}). Delete that folder: it will be made again.") from None
-    if files.num_tokens != about["num_tokens"]:
-        raise UserError(
-            f"Token files in {folder} are damaged ({files.num_tokens} tokens instead of {about['num_tokens']}). "
-            "Delete that folder: it will be made again."
-        )
-    return files
+        about = json.loads((folder / "about.json").read_bytes())
+        tokens, offsets = MappedFile.of(folder / "tokens.bin"), MappedFile.of(folder / "offsets.bin")
+        dtype, fingerprint, num_tokens = about["dtype"], about["fingerprint"], about["num_tokens"]
+        size = num_tokens * np.dtype(dtype).itemsize
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if tokens.num_bytes != size or not tokens.num_bytes:
+        # An empty split has no file that could be mapped; it says so where its windows are counted.
+        return TokenFiles(tokens, offsets, dtype, fingerprint) if tokens.num_bytes == size == 0 else None
+    if _fingerprint(dtype, tokens.digest().hex(), offsets.digest().hex()) != fingerprint:
+        return None
+    return TokenFiles(tokens, offsets, dtype, fingerprint)
+
+
+def _fingerprint(dtype: str, tokens_digest: str, offsets_digest: str) -> str:
+    return hashlib.sha256(f"{dtype} {tokens_digest} {offsets_digest}".encode()).hexdigest()

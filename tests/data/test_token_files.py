@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from sharder import lock
 from sharder.config import DataConfig, UserError
 from sharder.data import token_files
 from sharder.data.corpus import Corpus, open_corpus
@@ -172,7 +173,7 @@ def test_without_locks_the_first_to_finish_wins(tmp_path, monkeypatch):
             return super().encode_batch(texts)
 
     seen = []
-    monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
     files = encode_split(split_of(b"one", b"two"), Overtaken(), str(tmp_path))
     assert files == seen[1] and len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
@@ -209,12 +210,24 @@ def test_error_names_file_and_byte_of_text_that_is_not_utf8(tmp_path, json_path,
         open_text(data, 512)
 
 
-def test_error_of_damaged_files(tmp_path):
-    files = encode_split(split_of(b"text"), ByteTokenizer(), str(tmp_path))
-    with open(files.tokens_file.path, "ab") as file:
+def append(path):
+    with open(path, "ab") as file:
         file.write(b"more")
-    with pytest.raises(UserError, match=r"damaged \(8 tokens instead of 4\). Delete"):
-        encode_split(split_of(b"text"), ByteTokenizer(), str(tmp_path))
+
+
+def flip(path):
+    content = bytearray(open(path, "rb").read())
+    content[0] ^= 1
+    open(path, "wb").write(content)
+
+
+@pytest.mark.parametrize("damage", [append, flip, os.unlink])
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "about.json"])
+def test_damaged_files_are_made_again_and_it_is_said(tmp_path, caplog, name, damage):
+    encode = lambda: encode_split(split_of(b"one", b"two"), ByteTokenizer(), str(tmp_path))  # noqa: E731
+    damage(os.path.join(os.path.dirname(encode().tokens_file.path), name))
+    assert documents_of(encode()) == [list(b"one"), list(b"two")]
+    assert len(caplog.messages) == 1 and "made again" in caplog.messages[0]
 
 
 def test_error_of_a_cache_that_cannot_be_written(tmp_path):

@@ -177,11 +177,14 @@ class Split:
         """
         if size > seq_len:
             return (size - 1) // seq_len
+        whole = int(self.corpus.documents[0].sum())
         ways = [f"lower --data.seq-len to {size - 1} or less"] if size >= 2 else []
         if self.name == "validation":
-            ways += [f"raise --data.validation-fraction above {self.fraction}", "set it to 0 to train without validation"]
+            # Only where both splits can have a window.
+            ways += [f"raise --data.validation-fraction above {self.fraction}"] if whole > 2 * seq_len + 1 else []
+            ways += ["set --data.validation-fraction 0 to train without validation"]
         else:
-            ways += [f"lower --data.validation-fraction below {self.fraction}"] if self.fraction else []
+            ways += [f"lower --data.validation-fraction below {self.fraction}"] if self.fraction and whole > seq_len else []
             ways += ["give more text with --data.path"]
         ways = ", ".join(ways[:-1]) + " or " + ways[-1] if len(ways) > 1 else ways[0]
         raise UserError(

@@ -8,6 +8,27 @@ from sharder.config import RunConfig, UserError, from_dict
 WAY_OUT = "Restore it from a copy, or use another run."
 
 
+OURS = {"logs", ".lock"}
+"""What a folder may hold before it is a run."""
+
+
+def is_run(run_dir: Path) -> bool:
+    """Whether the folder holds a run. Raises UserError where it cannot be one: a file, or foreign files in it."""
+    try:
+        if (run_dir / "config.json").exists():
+            return True
+        entries = {entry.name for entry in run_dir.iterdir()}
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise UserError(f"--run-dir {run_dir} is a file, or lies below one: choose another folder.") from None
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be used: {error.strerror}. Choose another folder.") from None
+    if entries - OURS:
+        raise UserError(f"{run_dir} exists and is not a run: choose another --run-dir.")
+    return False
+
+
 def read_facts(run_dir: Path) -> dict:
     """All of config.json. Raises UserError where there is none, or it is damaged."""
     path = run_dir / "config.json"

@@ -1,15 +1,16 @@
 """Everything about a run that is known before anything is allocated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.cluster import device_memory_bytes
-from sharder.config import RunConfig
+from sharder.config import RunConfig, UserError
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
-from sharder.preflight import WorkerAccounting, account, check, settle_reduction
+from sharder.preflight import WorkerAccounting, account, check, config_findings, settle_reduction, tell
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.state import TrainState, shardings, state_specs
@@ -40,13 +41,17 @@ class Setup:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def prepare(config: RunConfig) -> Setup:
-    """Mesh, declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings."""
-    shape = resolve_mesh_shape(config.parallel, jax.device_count(), jax.local_device_count())
+def prepare(config: RunConfig, others: Sequence[str] = ()) -> Setup:
+    """Mesh, declared parameters, plan, the mode settled, and preflight. Raises UserError with all findings, and with `others` where there
+    are any."""
+    try:
+        shape = resolve_mesh_shape(config.parallel, jax.device_count(), jax.local_device_count())
+    except UserError as error:
+        tell([str(error), *config_findings(config), *others])
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     config, why_fast = settle_reduction(config, plan, jax.default_backend(), device_memory_bytes())
-    check(config, plan)
+    check(config, plan, others)
     mesh = make_mesh(shape)
     accounting, workers = account(config, shape.num_replicas), None
     batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)

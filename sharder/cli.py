@@ -1,6 +1,6 @@
 """The command line: parses, calls, prints. Every command imports what it needs itself, so that help is fast.
 
-Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable.
+Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable, 130 interrupted with Ctrl-C.
 """
 
 import json
@@ -83,19 +83,35 @@ def check(arguments: list[str]) -> int:
     from sharder import cluster
 
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
-    from rich.console import Console
-
+    from sharder.preflight import account, data_findings, tell
     from sharder.sharding.show import explain
     from sharder.train.setup import prepare
 
-    from sharder.preflight import account
-
-    setup = prepare(config)
-    Console().print(explain(setup.plan))
+    of_data = data_findings(config)
+    setup = prepare(config, of_data)
+    print_whole_numbers(explain(setup.plan))
     print(account(setup.config, setup.plan.mesh.num_replicas))
     if setup.why_fast:
         print(f"fast mode, not exact: {setup.why_fast}")
+    tell(of_data)
     return 0
+
+
+def print_whole_numbers(table) -> None:
+    """Prints the table with columns at least as wide as their numbers; on a narrow terminal other text is folded instead."""
+    from rich.console import Console
+
+    console = Console()
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
+        for column in table.columns:
+            numbers = [len(cell) for cell in column.cells if cell.replace(",", "").isdecimal()]
+            column.width, column.overflow = max(numbers, default=None), "fold"
+        others = [column for column in table.columns if column.width is None]
+        left = console.width - 1 - sum((column.width or 0) + 3 for column in table.columns)  # padding and box
+        for column in others:
+            column.width = max(left // len(others), 6)
+        console = Console(width=max(console.width, 1 + sum(column.width + 3 for column in table.columns)))
+    console.print(table)
 
 
 def launch(arguments: list[str]) -> int:
@@ -121,16 +137,17 @@ def launch(arguments: list[str]) -> int:
         inner = [*inner, "--cluster.cpu-devices", str(devices)]
     from sharder.launch.supervisor import launch as run
 
-    return run(inner, processes, _log_dir(inner))
+    return run(inner, processes, _run_dir(inner))
 
 
-def _log_dir(arguments: list[str]) -> Path:
-    """RUN_DIR/logs of the launched command, or ./logs where it has no run folder."""
+def _run_dir(arguments: list[str]) -> Path | None:
+    """The run folder of a launched command, where it has one."""
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.replace("_", "-") == "--run-dir":
-            return Path(value or (arguments[at + 1] if at + 1 < len(arguments) else ".")) / "logs"
-    return Path("logs")
+            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+            return Path(value) if value else None
+    return None
 
 
 def verify(arguments: list[str]) -> int:
@@ -196,7 +213,9 @@ def checkpoints(arguments: list[str]) -> int:
 
     run, step = tyro.cli(command, args=arguments, prog="sharder checkpoints", description=checkpoints.__doc__)
     from sharder import checkpoint
+    from sharder.facts import read_facts
 
+    read_facts(run)
     if step is not None:
         from sharder.train.fingerprint import numpy_fingerprint
 
@@ -204,12 +223,12 @@ def checkpoints(arguments: list[str]) -> int:
         found, saved = numpy_fingerprint(checkpoint.restore_numpy(run, step)), checkpoint.read_manifest(run, step)["fingerprint"]
         print(f"step {step}: {found} from the files, {saved} when saved: {'equal' if found == saved else 'DIFFERENT'}")
         return 0 if found == saved else 1
-    if not run.exists():
-        raise UserError(f"there is no run {run}.")
     for step in checkpoint.list_steps(run):
         manifest = checkpoint.read_manifest(run, step)
         mesh = " x ".join(f"{k} {v}" for k, v in manifest["mesh"].items())
         print(f"step {step:>8}  {manifest['fingerprint']}  policy {manifest['policy']}, {mesh}, {manifest['num_processes']} process(es)")
+    for name in checkpoint.list_others(run):
+        print(f"{name}: not a checkpoint (unfinished, or its manifest.json cannot be read)")
     return 0
 
 
@@ -320,13 +339,19 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        print("interrupted.", file=sys.stderr)
+        code = 130
     leave(code)
 
 
 def leave(code: int) -> None:
-    """Exits; after a failure without waiting for the other processes of the run, which may be gone."""
+    """Exits; after a failure without waiting for anything: other processes of the run may be gone, and orbax ends the process
+    natively where a save has failed."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (0, 75) and os.environ.get("JAX_NUM_PROCESSES"):
+    if code not in (0, 75):
         os._exit(code)
     sys.exit(code)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,15 @@ def folder(run_dir: Path) -> Path:
 
 
 def list_steps(run_dir: Path) -> list[int]:
-    """Steps of all whole checkpoints, ascending."""
-    found = folder(run_dir).glob("*/manifest.json")
-    return sorted(int(m.parent.name) for m in found if m.parent.name.isdigit())
+    """Steps of all whole checkpoints, ascending; one whose manifest cannot be read is none."""
+    entries = [m.parent for m in folder(run_dir).glob("*/manifest.json")]
+    return sorted(int(e.name) for e in entries if e.name.isdecimal() and _parse_manifest(e) is not None)
+
+
+def list_others(run_dir: Path) -> list[str]:
+    """Names of the folders that are no checkpoints: unfinished, damaged, or set aside."""
+    steps = {str(step) for step in list_steps(run_dir)}
+    return sorted(e.name for e in folder(run_dir).glob("*") if e.is_dir() and e.name not in steps)
 
 
 def choose_step(run_dir: Path, step: int | None) -> int:
@@ -48,7 +55,38 @@ def choose_step(run_dir: Path, step: int | None) -> int:
 
 
 def read_manifest(run_dir: Path, step: int) -> dict:
-    return json.loads((folder(run_dir) / str(step) / "manifest.json").read_text())
+    """Raises UserError where it is missing or damaged."""
+    manifest = _parse_manifest(folder(run_dir) / str(step))
+    if manifest is None:
+        raise UserError(f"{folder(run_dir) / str(step) / 'manifest.json'} cannot be read. {way_out(run_dir, step)}")
+    return manifest
+
+
+def _parse_manifest(entry: Path) -> dict | None:
+    try:
+        manifest = json.loads((entry / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("leaves"), dict) else None
+
+
+def way_out(run_dir: Path, step: int) -> str:
+    """What to do about a damaged checkpoint: go back to the one before it, where there is one."""
+    earlier = [s for s in list_steps(run_dir) if s < step]
+    if earlier:
+        return f"Remove it to use the checkpoint of step {earlier[-1]}."
+    return "There is none before it: restore it from a copy, or begin again in another --run-dir."
+
+
+def reason(error: BaseException | None) -> str:
+    """The first line of an error, or of what it came from, that was written for people (orbax prints functions)."""
+    kind = ""
+    while error is not None:
+        line = (str(error).splitlines() or [""])[0]
+        if line and " method " not in line and "<function" not in line:
+            return line if len(line) <= 240 else f"{line[:80]} ... {line[-140:]}"
+        kind, error = type(error).__name__, error.__cause__ or error.__context__
+    return kind
 
 
 def _items(leaves: dict) -> dict[str, dict]:
@@ -85,32 +123,44 @@ def restore(run_dir: Path, step: int, target: dict[str, jax.ShapeDtypeStruct]) -
             args = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
             restored = checkpointer.restore(where, args=ocp.args.Composite(**args))
     except Exception as error:  # orbax and tensorstore raise many kinds, among them bare Exception
-        raise UserError(f"{where} cannot be read: {str(error).splitlines()[0]}. Remove it to use the one before it.") from error
+        raise UserError(f"{where} cannot be read: {reason(error)}. {way_out(run_dir, step)}") from error
     leaves = {f"params/{p}": x for p, x in flatten(restored["params"]).items()}
     return leaves if only_params else leaves | flatten(restored["train_state"])
 
 
 def restore_numpy(run_dir: Path, step: int) -> dict[str, np.ndarray]:
-    """The whole state in host memory, without regard to any device."""
-    import orbax.checkpoint as ocp
-
+    """The whole state in host memory, without regard to any device. Raises UserError where it cannot be read."""
     leaves: dict[str, np.ndarray] = {}
-    manifest = read_manifest(run_dir, step)
+    manifest, where = read_manifest(run_dir, step), folder(run_dir) / str(step)
     for name, tree in _items(dict.fromkeys(manifest["leaves"])).items():
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree, is_leaf=lambda x: x is None)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            item = checkpointer.restore(folder(run_dir) / str(step) / name, args=ocp.args.PyTreeRestore(restore_args=args))
+        try:
+            item = _read_item(where / name, tree)
+        except Exception as error:  # as in `restore`
+            raise UserError(f"{where / name} cannot be read: {reason(error)}. {way_out(run_dir, step)}") from error
         leaves |= {f"params/{p}" if name == "params" else p: np.asarray(x) for p, x in flatten(item).items()}
     return leaves
 
 
+def _read_item(where: Path, tree: dict) -> dict:
+    import orbax.checkpoint as ocp
+
+    args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree, is_leaf=lambda x: x is None)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(where, args=ocp.args.PyTreeRestore(restore_args=args))
+
+
+SET_ASIDE = (".unfinished", ".damaged")
+
+
 def set_aside_unfinished(run_dir: Path) -> list[str]:
-    """Renames folders of saves that never finished, so that their steps can be saved again; returns their new names."""
+    """Renames what is no checkpoint, so that its step can be saved again: saves that never finished, and those whose manifest
+    is damaged. Returns the new names.
+    """
     renamed = []
     for entry in sorted(folder(run_dir).glob("*")):
-        if entry.name.endswith(".unfinished") or (entry / "manifest.json").exists():
+        if entry.name.endswith(SET_ASIDE) or _parse_manifest(entry) is not None:
             continue
-        aside = entry.with_name(entry.name + ".unfinished")
+        aside = entry.with_name(entry.name + (".damaged" if (entry / "manifest.json").exists() else ".unfinished"))
         shutil.rmtree(aside, ignore_errors=True)
         entry.rename(aside)
         renamed.append(aside.name)
@@ -143,9 +193,25 @@ def _write_small_arrays_whole(ocp) -> None:
 
     Each piece is cut by a program compiled for it alone: 82 of them held up the first save of a small model by 4 s.
     """
-    logging.getLogger("absl").addFilter(lambda record: "overriding jax.Array" not in record.getMessage())
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_REPLICA_SLICE_BYTES)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+
+
+def _silence_orbax() -> None:
+    """Leaves it to us to say why a save failed: orbax logs the traceback of each of its threads, and for each array that it no
+    longer waits for tensorstore prints one from an event loop that is closed already."""
+    logging.getLogger("absl").addFilter(lambda record: not record.exc_info and "overriding jax.Array" not in record.getMessage())
+    previous = sys.excepthook
+
+    def hook(kind, error, trace):
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are whole."""
 
 
 @dataclass
@@ -165,17 +231,21 @@ class Saver:
     def save(self, step: int, leaves: Leaves, manifest: dict) -> None:
         """Starts a save; returns when the devices' copies are taken, so that the arrays may be donated.
 
-        Raises whatever the save before it met.
+        Raises SaveFailed where it, or the save before it, cannot be written.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
         if self._orbax is None:
+            _silence_orbax()
             _write_small_arrays_whole(ocp)
             self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        folder(self.run_dir).mkdir(parents=True, exist_ok=True)
         args = {name: ocp.args.StandardSave(tree) for name, tree in _items(leaves).items()}
-        self._orbax.save(folder(self.run_dir) / str(step), args=ocp.args.Composite(**args))
+        try:
+            folder(self.run_dir).mkdir(parents=True, exist_ok=True)
+            self._orbax.save(folder(self.run_dir) / str(step), args=ocp.args.Composite(**args))
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            raise self._failed(step, error) from error
         described = {p: {"shape": list(x.shape), "dtype": str(x.dtype)} for p, x in leaves.items()}
         for path, fingerprint in manifest.pop("leaf_fingerprints").items():
             described[path]["fingerprint"] = fingerprint
@@ -194,10 +264,14 @@ class Saver:
                     (folder(self.run_dir) / str(old) / "manifest.json").unlink()
                     shutil.rmtree(folder(self.run_dir) / str(old), ignore_errors=True)
         except BaseException as error:  # noqa: BLE001  raised in the training thread by `wait`
-            pending.error = error
+            pending.error = self._failed(step, error)
+            pending.error.__cause__ = error
+
+    def _failed(self, step: int, error: BaseException) -> SaveFailed:
+        return SaveFailed(f"{folder(self.run_dir) / str(step)} cannot be written: {reason(error)}")
 
     def wait(self) -> None:
-        """Blocks until the save in flight, if any, is whole on disk. Raises what it met."""
+        """Blocks until the save in flight, if any, is whole on disk. Raises SaveFailed."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.thread.join()

@@ -1,6 +1,6 @@
 """The command line: parses, calls, prints. Every command imports what it needs itself, so that help is fast.
 
-Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable.
+Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable, 130 interrupted with Ctrl-C.
 """
 
 import dataclasses
@@ -103,9 +103,10 @@ def check(arguments: list[str]) -> int:
 
         return check_topology(config, topology, find, report)
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
+    from sharder.preflight import data_findings
     from sharder.train.planning import check_here
 
-    return check_here(config, compiles, report)
+    return check_here(config, compiles, report, data_findings(config))
 
 
 def launch(arguments: list[str]) -> int:
@@ -131,16 +132,17 @@ def launch(arguments: list[str]) -> int:
         inner = [*inner, "--cluster.cpu-devices", str(devices)]
     from sharder.launch.supervisor import launch as run
 
-    return run(inner, processes, _log_dir(inner))
+    return run(inner, processes, _run_dir(inner))
 
 
-def _log_dir(arguments: list[str]) -> Path:
-    """RUN_DIR/logs of the launched command, or ./logs where it has no run folder."""
+def _run_dir(arguments: list[str]) -> Path | None:
+    """The run folder of a launched command, where it has one."""
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.replace("_", "-") == "--run-dir":
-            return Path(value or (arguments[at + 1] if at + 1 < len(arguments) else ".")) / "logs"
-    return Path("logs")
+            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+            return Path(value) if value else None
+    return None
 
 
 def verify(arguments: list[str]) -> int:
@@ -202,7 +204,9 @@ def checkpoints(arguments: list[str]) -> int:
 
     run, step = tyro.cli(command, args=arguments, prog="sharder checkpoints", description=checkpoints.__doc__)
     from sharder import checkpoint
+    from sharder.facts import read_facts
 
+    read_facts(run)
     if step is not None:
         from sharder.train.fingerprint import numpy_fingerprint
 
@@ -210,18 +214,18 @@ def checkpoints(arguments: list[str]) -> int:
         found, saved = numpy_fingerprint(checkpoint.restore_numpy(run, step)), checkpoint.read_manifest(run, step)["fingerprint"]
         print(f"step {step}: {found} from the files, {saved} when saved: {'equal' if found == saved else 'DIFFERENT'}")
         return 0 if found == saved else 1
-    if not run.exists():
-        raise UserError(f"there is no run {run}.")
     for step in checkpoint.list_steps(run):
         manifest = checkpoint.read_manifest(run, step)
         mesh = " x ".join(f"{k} {v}" for k, v in manifest["mesh"].items())
         print(f"step {step:>8}  {manifest['fingerprint']}  policy {manifest['policy']}, {mesh}, {manifest['num_processes']} process(es)")
+    for name in checkpoint.list_others(run):
+        print(f"{name}: not a checkpoint (unfinished, or its manifest.json cannot be read)")
     return 0
 
 
 def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list[str]]:
     """A run's folder and configuration, which its options may override."""
-    from sharder.train.run_dir import read_config
+    from sharder.facts import read_config
 
     name, rest = split_name(arguments, "RUN", usage)
     return Path(name), read_config(Path(name)), rest
@@ -393,13 +397,19 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        print("interrupted.", file=sys.stderr)
+        code = 130
     leave(code)
 
 
 def leave(code: int) -> None:
-    """Exits; after a failure without waiting for the other processes of the run, which may be gone."""
+    """Exits; after a failure without waiting for anything: other processes of the run may be gone, and orbax ends the process
+    natively where a save has failed."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (0, 75) and os.environ.get("JAX_NUM_PROCESSES"):
+    if code not in (0, 75):
         os._exit(code)
     sys.exit(code)

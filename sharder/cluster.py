@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sharder.config import ClusterConfig, UserError
 from sharder.exactness import with_gpu_flags
+from sharder.rendezvous import meet, parse_address
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -29,8 +30,7 @@ def process_environment(environ: dict[str, str]) -> tuple[str, int, int] | None:
             " set all three for a run of several processes, or none for a single one."
         )
     address = given["JAX_COORDINATOR_ADDRESS"]
-    if ":" not in address:
-        raise UserError(f"JAX_COORDINATOR_ADDRESS is {address!r}, but must be host:port.")
+    parse_address(address)
     try:
         count, index = int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"])
     except ValueError:
@@ -103,6 +103,7 @@ def initialize(config: ClusterConfig, exact: bool = False) -> None:
     _keep_stdout_clean()
     # Ours listens to the signals (sharder.stop).
     jax.config.update("jax_enable_preemption_service", False)
+    meet(address, count, index, config.bringup_timeout_s)
     try:
         jax.distributed.initialize(address, count, index, initialization_timeout=config.bringup_timeout_s)
     except Exception as error:  # jax raises RuntimeError and backend errors of its own

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal, Union, get_args
 
+from sharder.fields import UserError, check_fields, check_sections, require
+
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "block", "offload"]
 Policy = Literal["dp", "zero", "fsdp"]
@@ -24,22 +26,6 @@ LossMask = Literal["none", "padded"]
 Attention = Literal["auto", "reference", "xla", "cudnn", "chunked"]
 Split = Literal["auto", "document", "range"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
-
-
-class UserError(ValueError):
-    """Something that the user can mend: the command line prints it and exits with code 2."""
-
-
-def require(ok: bool, name: str, value: object, should_be: str) -> None:
-    """Raises UserError naming the option, what was given and what it should be."""
-    if not ok:
-        option = "--" + name.replace("_", "-")
-        raise UserError(f"{option} is {value!r}, but must be {should_be}.")
-
-
-def require_choice(name: str, value: object, choices: object) -> None:
-    """The command line checks choices by itself; a recipe file or a config.json does not."""
-    require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,7 @@ class TransformerConfig:
     the same with the inputs kept in the host's memory (offload, where the backend can)."""
 
     def __post_init__(self):
+        check_fields(self, "model")
         for name in ("vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "mlp_dim", "num_layers"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(
@@ -79,14 +66,6 @@ class TransformerConfig:
             f"a divisor of --model.embed-dim, which is {self.embed_dim}",
         )  # fmt: skip
         require(0.0 <= self.dropout_rate < 1.0, "model.dropout_rate", self.dropout_rate, "in [0, 1)")
-        check_precision(self)
-
-
-def check_precision(model: "ModelConfig") -> None:
-    """The choices that every model has."""
-    require_choice("model.param_dtype", model.param_dtype, Dtype)
-    require_choice("model.compute_dtype", model.compute_dtype, Dtype)
-    require_choice("model.remat", model.remat, Remat)
 
 
 @dataclass(frozen=True)
@@ -103,9 +82,9 @@ class MlpConfig:
     remat: Remat = "none"
 
     def __post_init__(self):
+        check_fields(self, "model")
         for name in ("input_dim", "hidden_dim", "num_layers", "output_dim"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        check_precision(self)
 
 
 @dataclass(frozen=True)
@@ -140,6 +119,7 @@ class LlamaConfig:
     remat: Remat = "none"
 
     def __post_init__(self):
+        check_fields(self, "model")
         counts = (
             "vocab_size", "padded_vocab_size", "max_seq_len", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
             "num_layers", "rope_original_seq_len",
@@ -163,7 +143,6 @@ class LlamaConfig:
             f"above --model.rope-low-freq-factor, which is {self.rope_low_freq_factor}",
         )  # fmt: skip
         require(self.norm_eps > 0, "model.norm_eps", self.norm_eps, "above 0")
-        check_precision(self)
 
 
 @dataclass(frozen=True)
@@ -178,6 +157,7 @@ class SiglipConfig:
     """Pixels along each side of a patch."""
 
     def __post_init__(self):
+        check_fields(self, "model.vision")
         for name in ("embed_dim", "num_layers", "mlp_dim", "num_heads", "patch_size"):
             require(getattr(self, name) >= 1, f"model.vision.{name}", getattr(self, name), "at least 1")
         require(
@@ -198,6 +178,7 @@ class ExpertConfig:
     """The additions are scaled by alpha / rank."""
 
     def __post_init__(self):
+        check_fields(self, "model.{backbone,action_expert}")
         for name, least in (("embed_dim", 2), ("mlp_dim", 1), ("lora_rank", 0)):
             require(getattr(self, name) >= least, f"model.{{backbone,action_expert}}.{name}", getattr(self, name), f"at least {least}")
         require(self.embed_dim % 2 == 0, "model.{backbone,action_expert}.embed_dim", self.embed_dim, "even")
@@ -242,6 +223,7 @@ class Pi0Config:
     remat: Remat = "block"
 
     def __post_init__(self):
+        check_fields(self, "model")
         for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_prompt_len", "action_dim", "action_horizon"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(self.variant in ("pi0", "pi05"), "model.variant", self.variant, "pi0 or pi05")
@@ -256,14 +238,10 @@ class Pi0Config:
             len(self.image_size) == 2 and all(size >= patch and size % patch == 0 for size in self.image_size), "model.image_size",
             self.image_size, f"height and width, multiples of --model.vision.patch-size, which is {patch}",
         )  # fmt: skip
-        require_choice("model.loss_mask", self.loss_mask, LossMask)
-        require_choice("model.attention", self.attention, Attention)
-        require_choice("model.freeze", self.freeze, Freeze)
         require(
             "lora" not in self.freeze or self.backbone.lora_rank or self.action_expert.lora_rank, "model.freeze", self.freeze,
             "another preset where no expert has a lora_rank",
         )  # fmt: skip
-        check_precision(self)
 
 
 ModelConfig = Union[TransformerConfig, LlamaConfig, MlpConfig, Pi0Config]
@@ -300,12 +278,11 @@ class RobotConfig:
     """Episodes that are used, as 0:100,205; unset: all."""
 
     def __post_init__(self):
-        require_choice("robot.policy", self.policy, RobotPolicy)
+        check_fields(self, "robot")
         for entry in self.cameras:
             model, _, dataset = entry.partition("=")
             require(bool(model and dataset), "robot.cameras", self.cameras, "MODEL=DATASET for each camera")
         require(0 not in (self.relative or ()), "robot.relative", self.relative, "lengths other than 0")
-        require_choice("robot.normalization", self.normalization, Normalization)
         require(self.clip is None or self.clip > 0, "robot.clip", self.clip, "above 0")
         require(self.least_range >= 0, "robot.least_range", self.least_range, "at least 0")
         require(self.episodes is None or self.episodes.strip(), "robot.episodes", self.episodes, "ranges of episodes, as 0:100,205")
@@ -322,7 +299,7 @@ class MixturePart:
     robot: RobotConfig = field(default_factory=RobotConfig)
 
     def __post_init__(self):
-        require_choice("data.mixture.source", self.source, Source)
+        check_fields(self, "data.mixture")
         require(self.weight > 0, "data.mixture.weight", self.weight, "above 0")
         require(self.path != "", "data.mixture.path", self.path, "a folder, or hf://OWNER/NAME")
 
@@ -361,11 +338,10 @@ class DataConfig:
     """Decoded pictures that are kept, over all workers."""
 
     def __post_init__(self):
-        require_choice("data.source", self.source, Source)
-        require_choice("data.validation_split", self.validation_split, Split)
+        check_fields(self, "data")
         require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
         require(0.0 <= self.validation_fraction < 1.0, "data.validation_fraction", self.validation_fraction, "in [0, 1)")
-        require(self.num_examples >= 1, "data.num_examples", self.num_examples, "at least 1")
+        require(1 <= self.num_examples <= 2**62, "data.num_examples", self.num_examples, "from 1 to 2**62")
         require(
             8 <= self.shuffle_rounds <= 1024 and self.shuffle_rounds % 2 == 0,
             "data.shuffle_rounds", self.shuffle_rounds, "an even number from 8 to 1024",
@@ -387,8 +363,7 @@ class WeightsConfig:
     """weights: the model takes its sizes from the weights; recipe: weights of other sizes are refused."""
 
     def __post_init__(self):
-        require_choice("weights.resize", self.resize, Resize)
-        require(self.sizes in ("weights", "recipe"), "weights.sizes", self.sizes, "weights or recipe")
+        check_fields(self, "weights")
 
 
 @dataclass(frozen=True)
@@ -415,9 +390,7 @@ class ParallelConfig:
     """Parameters that may stay whole although the policy divides them, by path."""
 
     def __post_init__(self):
-        require_choice("parallel.policy", self.policy, Policy)
-        require_choice("parallel.reduction", self.reduction, Reduction)
-        require_choice("parallel.exact_memory", self.exact_memory, ExactMemory)
+        check_fields(self, "parallel")
         workers = self.virtual_workers
         require(workers >= 1 and workers & (workers - 1) == 0, "parallel.virtual_workers", workers, "a power of two")
         for name in ("data", "fsdp", "tensor"):
@@ -453,14 +426,14 @@ class OptimizerConfig:
     """Largest global gradient norm; None: no clipping."""
 
     def __post_init__(self):
-        require_choice("optimizer.name", self.name, OptimizerName)
+        check_fields(self, "optimizer")
         require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "in [0, 1)")
         require(self.factored_min_dim >= 1, "optimizer.factored_min_dim", self.factored_min_dim, "at least 1")
         require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         require(
-            self.decay_steps > self.warmup_steps, "optimizer.decay_steps", self.decay_steps,
-            f"above --optimizer.warmup-steps, which is {self.warmup_steps}",
+            self.warmup_steps < self.decay_steps < 2**31, "optimizer.decay_steps", self.decay_steps,
+            f"above --optimizer.warmup-steps, which is {self.warmup_steps}, and below 2**31",
         )  # fmt: skip
         require(0.0 <= self.final_lr_fraction <= 1.0, "optimizer.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
         require(0.0 <= self.b1 < 1.0, "optimizer.b1", self.b1, "in [0, 1)")
@@ -490,7 +463,8 @@ class TrainConfig:
     """Batches per evaluation; unset: the whole split."""
 
     def __post_init__(self):
-        require(self.steps >= 1, "train.steps", self.steps, "at least 1")
+        check_fields(self, "train")
+        require(1 <= self.steps < 2**31, "train.steps", self.steps, "from 1 to 2**31 - 1")
         require(self.global_batch_size >= 1, "train.global_batch_size", self.global_batch_size, "at least 1")
         require(
             self.microbatch_size is None or self.microbatch_size >= 1, "train.microbatch_size", self.microbatch_size, "at least 1"
@@ -516,6 +490,7 @@ class CheckpointConfig:
     """Also keep every checkpoint whose step is a multiple of this."""
 
     def __post_init__(self):
+        check_fields(self, "checkpoint")
         require(self.every >= 0, "checkpoint.every", self.every, "at least 0")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
         require(self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1")
@@ -533,7 +508,9 @@ class ClusterConfig:
     """Folder of compiled programs; unset: ~/.cache/sharder/compiled; "off": none."""
 
     def __post_init__(self):
-        require(self.cpu_devices is None or self.cpu_devices >= 1, "cluster.cpu_devices", self.cpu_devices, "at least 1")
+        check_fields(self, "cluster")
+        # Each simulated device is a thread pool: thousands of them stop the machine.
+        require(self.cpu_devices is None or 1 <= self.cpu_devices <= 1024, "cluster.cpu_devices", self.cpu_devices, "from 1 to 1024")
         require(self.bringup_timeout_s >= 1, "cluster.bringup_timeout_s", self.bringup_timeout_s, "at least 1")
 
 
@@ -543,6 +520,9 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb_project: str | None = None
+
+    def __post_init__(self):
+        check_fields(self, "log")
 
 
 @dataclass(frozen=True)
@@ -559,6 +539,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        check_sections(self)
 
 
 MODEL_CONFIGS = {cls.__name__: cls for cls in (TransformerConfig, LlamaConfig, MlpConfig, Pi0Config)}
@@ -606,6 +589,8 @@ def from_dict(tree: dict) -> RunConfig:
         raise UserError("config.json has no section model: it was written by another version of sharder.")
     values = {}
     for name, section in tree.items():
+        if not isinstance(section, dict):
+            raise UserError(f"section {name} is {section!r}, but must be an object: the file is damaged.")
         try:
             values[name] = model_from_dict(section) if name == "model" else _section(sections[name].type, section)
         except TypeError as error:

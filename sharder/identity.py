@@ -12,6 +12,9 @@ FREE_IN_FAST_MODE = {
     "model.remat",
 }  # fmt: skip
 """They change the order of additions, which only exact mode fixes."""
+TOKENIZER = "data.tokenizer"
+"""Its path may change, whether there is one may not: the content is compared where it is read (train/own_files.py) and stands in
+the fingerprint of the data."""
 
 
 def _flat(config: RunConfig) -> dict[str, object]:
@@ -26,4 +29,5 @@ def differences(was: RunConfig, now: RunConfig) -> list[tuple[str, object, objec
         (f"--{name.replace('_', '-')}", before.get(name), after.get(name))
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in free
+        and not (name == TOKENIZER and before.get(name) and after.get(name))
     ]

@@ -1,11 +1,13 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 
 import numpy as np
 
 from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
+from sharder.data.open import open_datasets, open_order
 from sharder.exactness import refusals, untested
 from sharder.sharding.plan import Indivisible, Plan
 
@@ -189,17 +191,37 @@ def findings(config: RunConfig, plan: Plan) -> list[str]:
         account(config, plan.mesh.num_replicas)
     except UserError as error:
         found.append(str(error))
-    if isinstance(config.model, LANGUAGE_MODELS) and config.data.seq_len > config.model.max_seq_len:
-        found.append(
-            f"--data.seq-len is {config.data.seq_len}, more than the {config.model.max_seq_len} positions of"
-            " --model.max-seq-len: raise the one or lower the other."
-        )
-    return found
+    return found + config_findings(config)
 
 
-def check(config: RunConfig, plan: Plan) -> None:
-    """Raises one UserError with all findings."""
+def config_findings(config: RunConfig) -> list[str]:
+    """What can be said without a mesh."""
+    if not isinstance(config.model, LANGUAGE_MODELS) or config.data.seq_len <= config.model.max_seq_len:
+        return []
+    return [
+        f"--data.seq-len is {config.data.seq_len}, more than the {config.model.max_seq_len} positions of"
+        " --model.max-seq-len: raise the one or lower the other."
+    ]
+
+
+def data_findings(config: RunConfig) -> list[str]:
+    """Why the data cannot be trained on, if so; they are opened for it."""
+    try:
+        training, _ = open_datasets(config)
+        open_order(config, training)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def check(config: RunConfig, plan: Plan, others: Sequence[str] = ()) -> None:
+    """Raises one UserError with all findings, and with `others` where there are any."""
     found = findings(config, plan)
+    tell([*found, *others] if found else [])
+
+
+def tell(found: list[str]) -> None:
+    """Raises one UserError with all findings, where there are any."""
     if found:
         counted = "1 reason why" if len(found) == 1 else f"{len(found)} reasons why"
         raise UserError(f"{counted} this run cannot start:\n" + "\n".join(f"- {x}" for x in found))

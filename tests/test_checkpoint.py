@@ -63,6 +63,31 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(run_dir):
     assert checkpoint.set_aside_unfinished(run_dir) == ["12.unfinished", "99.unfinished"]
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 12}', "\x00"])
+def test_a_damaged_manifest_is_no_checkpoint_and_is_set_aside(run_dir, content):
+    (checkpoint.folder(run_dir) / "12" / "manifest.json").write_text(content)
+    assert (checkpoint.list_steps(run_dir), checkpoint.list_others(run_dir)) == ([10], ["12"])
+    assert checkpoint.set_aside_unfinished(run_dir) == ["12.damaged"]
+
+
+def truncate(params):
+    data = largest_file(params)
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [truncate, shutil.rmtree])
+def test_damage_is_told_without_orbax_own_words(run_dir, damage):
+    damage(checkpoint.folder(run_dir) / "12" / "params")
+    for read in (lambda: checkpoint.restore_numpy(run_dir, 12), lambda: restore_state(prepare(small()), run_dir, 12)):
+        with pytest.raises(UserError, match="12.* cannot be read: .*Remove it to use the checkpoint of step 10") as error:
+            read()
+        assert "method" not in str(error.value)
+
+
+def test_without_one_before_it_none_is_offered(run_dir):
+    assert "none before it" in checkpoint.way_out(run_dir, 10)
+
+
 def largest_file(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 

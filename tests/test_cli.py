@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,9 +87,11 @@ def test_a_signal_before_the_first_step_loses_nothing(tmp_path):
 
 
 def test_verify_exit_codes(tmp_path, whole):
-    same = sharder("verify", whole, whole)
+    shutil.copytree(whole, tmp_path / "copy")
+    same = sharder("verify", whole, tmp_path / "copy")
     assert same.returncode == 0 and "400 steps compared (1 .. 400): identical" in same.stdout
     (tmp_path / "other").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "other")
     records = metrics(whole)
     records[6]["fingerprint"] = "0" * 16
     (tmp_path / "other" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -156,6 +159,16 @@ BAD = [
     (["train", "mlp", "--run-dir", "x", "--data.source", "text"], "MLP reads only synthetic"),
     (["generate", "x", "--prompt", "a"], "x is not a run"),
     (["eval", "x"], "x is not a run"),
+    (["checkpoints", "x"], "x is not a run"),
+    (["checkpoints", "x", "--fingerprint", "3"], "x is not a run"),
+    (["check", "tiny_lm", "--data.path", "nowhere.txt"], "nowhere.txt does not exist"),
+    (["check", "tiny_lm", "--train.global-batch-size", "8192"], "examples, less than one batch of 8192"),
+    (
+        ["check", "tiny_lm", "--data.path", "nowhere.txt", "--parallel.fsdp", "3", "--data.seq-len", "512"],
+        "3 reasons why this run cannot start: - --parallel.data",
+    ),
+    (["train", "tiny_lm", "--run-dir", "/dev/null"], "--run-dir /dev/null is a file, or lies below one"),
+    (["launch", "--processes", "2", "--", "train", "tiny_lm", "--run-dir", "x", "--data.path", "nowhere.txt"], "nowhere.txt"),
     (["launch", "--processes", "2"], "there is nothing to launch"),
     (["launch", "--processes", "0", "--", "recipes"], "must be at least 1"),
     (
@@ -185,3 +198,57 @@ def test_a_partial_environment_names_the_missing_variable(tmp_path):
 def test_help_of_a_recipe_shows_its_defaults():
     result = sharder("train", "gpt", "--help")
     assert result.returncode == 0 and "(default: 50432)" in result.stdout
+
+
+def limited(*arguments, file_bytes):
+    """The command line where no file may become larger: what a full disk looks like."""
+    code = "import resource, sys; n = int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); sys.argv[1:2] = []\n"
+    command = [sys.executable, "-c", code + "from sharder.cli import main; main()", file_bytes, *arguments]
+    return subprocess.run(list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_a_save_without_room_ends_with_one_message_and_the_next_attempt_sets_it_aside(tmp_path):
+    arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "1", "--cluster.compile-cache", "off")
+    full = limited(*arguments, file_bytes=200_000)
+    assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
+    assert "checkpoints/5 cannot be written" in full.stderr and "there is no whole checkpoint yet" in full.stderr
+    again = sharder(*arguments)
+    assert again.returncode == 0 and "unfinished save was set aside as checkpoints/5" in again.stdout
+
+
+def test_a_second_trainer_of_a_run_is_refused(tmp_path):
+    arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", "--train.steps", "100000", "--cluster.cpu-devices", "1")
+    first = start(*arguments)
+    try:
+        wait_for_step(tmp_path / "run", 6, first)
+        second = sharder(*arguments)
+        listed = sharder("checkpoints", tmp_path / "run")
+    finally:
+        first.kill()
+        first.communicate()
+    assert second.returncode == 2 and f"in use by process {first.pid} on " in second.stderr
+    assert listed.returncode == 0
+
+
+def test_ctrl_c_outside_training_is_one_line_and_130(tmp_path):
+    """The recipe waits, so that the interrupt finds the command line before it trains."""
+    (tmp_path / "mine.py").write_text(f"import time; open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(60)")
+    process = start("check", f"{tmp_path}/mine.py:f")
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=30)[0]
+    assert (process.returncode, output) == (130, "interrupted.\n")
+
+
+@pytest.mark.parametrize("width", ["40", "80"])
+def test_the_plan_cuts_no_number(width):
+    result = sharder("check", "gpt_xl", "--cluster.cpu-devices", "2", "--parallel.policy", "fsdp", COLUMNS=width)
+    assert "\u2026" not in result.stdout
+    assert result.stdout.count("3,115,782,400") == 2 and result.stdout.count("6,231,564,800") == 1
+
+
+def test_processes_that_do_not_meet_are_named_not_aborted(tmp_path):
+    setting = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    result = sharder("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.bringup-timeout-s", "2", **setting)
+    assert result.returncode == 2 and "process 1 did not meet process 0 at 127.0.0.1:9" in result.stderr

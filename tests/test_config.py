@@ -85,6 +85,7 @@ REFUSED = [
     (DataConfig, "validation_fraction", -0.1),
     (DataConfig, "validation_fraction", 1.0),
     (DataConfig, "num_examples", 0),
+    (DataConfig, "num_examples", 2**62 + 1),
     (DataConfig, "shuffle_rounds", 6),
     (DataConfig, "shuffle_rounds", 9),
     (DataConfig, "shuffle_rounds", 1026),
@@ -118,6 +119,7 @@ REFUSED = [
     (OptimizerConfig, "learning_rate", float("nan")),
     (OptimizerConfig, "warmup_steps", -1),
     (OptimizerConfig, "decay_steps", 20),
+    (OptimizerConfig, "decay_steps", 2**31),
     (OptimizerConfig, "final_lr_fraction", -0.1),
     (OptimizerConfig, "final_lr_fraction", 1.1),
     (OptimizerConfig, "b1", -0.1),
@@ -128,6 +130,7 @@ REFUSED = [
     (OptimizerConfig, "weight_decay", -0.1),
     (OptimizerConfig, "clip_norm", 0.0),
     (TrainConfig, "steps", 0),
+    (TrainConfig, "steps", 2**31),
     (TrainConfig, "global_batch_size", 0),
     (TrainConfig, "microbatch_size", 0),
     (TrainConfig, "seed", -1),
@@ -141,6 +144,7 @@ REFUSED = [
     (CheckpointConfig, "keep_last", 0),
     (CheckpointConfig, "keep_every", 0),
     (ClusterConfig, "cpu_devices", 0),
+    (ClusterConfig, "cpu_devices", 1025),
     (ClusterConfig, "bringup_timeout_s", 0),
 ]
 SECTION = {
@@ -299,9 +303,11 @@ def test_a_missing_recipe_file_is_named():
         ("short = 5", "has no function 'short'"),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("def short(", "cannot be imported: SyntaxError"),
+        ("import sys; sys.exit(1)", "cannot be imported: SystemExit: 1"),
+        ("def short(): raise SystemExit(3)", "failed: SystemExit: 3"),
         ("def short(): return 5", "returned int, but must return a sharder.config.RunConfig"),
     ],
-    ids=["other function", "no function", "import", "syntax", "other value"],
+    ids=["other function", "no function", "import", "syntax", "exit", "exit in the function", "other value"],
 )
 def test_a_recipe_file_that_does_not_serve_says_why(tmp_path, source, message):
     (tmp_path / "mine.py").write_text(source)

@@ -123,7 +123,7 @@ def problem_of_sharder(arguments: tuple[str, ...]) -> str | None:
     said = io.StringIO()
     with (
         mock.patch.object(tyro, "cli", parse_only),
-        mock.patch("sharder.train.run_dir.read_config", lambda run_dir: load_recipe("tiny_lm")),
+        mock.patch("sharder.facts.read_config", lambda run_dir: load_recipe("tiny_lm")),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
     ):
@@ -226,7 +226,7 @@ def test_a_true_row_has_no_problem():
         ({"command": "`sharder check tiny_ml`"}, "no recipe 'tiny_ml'"),
         ({"command": "`sharder check tiny_lm --parallel.degree 2`"}, "--parallel.degree"),
         ({"command": "`sharder check tiny_lm --parallel.policy zero3`"}, "zero3"),
-        ({"command": "`sharder check tiny_lm --train.steps 0`"}, "must be at least 1"),
+        ({"command": "`sharder check tiny_lm --train.steps 0`"}, "must be from 1 to"),
         ({"command": "`sharder eval runs/a --sim metaworld`"}, "--sim"),
         ({"command": "`sharder launch --processes 2 -- train tiny_lm --steps 3`"}, "--steps"),
         ({"command": "`make nothing`"}, "nor a target"),

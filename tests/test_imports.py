@@ -13,8 +13,9 @@ ROOT = Path(sharder.__file__).parent
 
 # A module imports only from ranks below its own, or from its own folder.
 RANKS = [
+    {"fields"},
     {"config", "events", "stop"},
-    {"exactness", "identity", "recipes"},
+    {"exactness", "facts", "identity", "lock", "recipes", "rendezvous"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},

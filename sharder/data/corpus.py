@@ -1,32 +1,19 @@
-"""Where text comes from: documents in files, folders, parquet columns or the standard library.
+"""A corpus: the documents of all sources, in order, and how they are split into what is trained on and what is held out."""
 
-Opening a corpus reads the sizes of its files only. Contents are memory-mapped (parquet is decoded a few
-thousand rows at a time), so that a corpus may be far larger than memory.
-"""
-
-import glob
 import hashlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from sharder.config import DataConfig, UserError
+from sharder.data.sources import ParquetColumn, Source, open_sources
 
 MIN_DOCUMENTS = 20
 """From here on `auto` holds out whole documents; with fewer, one of them could be most of the corpus."""
-
-
-class Block(NamedTuple):
-    """Successive documents that lie together: document d is data[offsets[d] : offsets[d + 1]]."""
-
-    data: np.ndarray  # uint8
-    offsets: np.ndarray  # int64 (documents + 1,)
 
 
 class Piece(NamedTuple):
@@ -40,135 +27,9 @@ class Piece(NamedTuple):
 class Run(NamedTuple):
     """Bytes [start, stop) of a source that holds one document."""
 
-    source: "Topic | MappedFile"
+    source: Source
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class Topic:
-    """A document in memory."""
-
-    title: str
-    content: bytes
-    num_documents = 1
-
-    def open(self) -> np.ndarray:
-        return np.frombuffer(self.content, np.uint8)
-
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.content).digest()
-
-    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([len(self.content)]), np.frombuffer(digest[:8], "<u8")
-
-    def blocks(self) -> Iterator[Block]:
-        yield Block(self.open(), np.array([0, len(self.content)]))
-
-    def document_name(self, index: int) -> str:
-        return f"topic {self.title!r}"
-
-
-@lru_cache(maxsize=256)  # a map holds a file descriptor, and a process commonly may have 1024
-def _map(path: str, num_bytes: int, modified_ns: int) -> np.ndarray:
-    try:
-        status = os.stat(path)
-        if (status.st_size, status.st_mtime_ns) != (num_bytes, modified_ns):
-            raise UserError(
-                f"{path} changed while the run was reading it ({num_bytes} bytes before, {status.st_size} now), so its "
-                "examples are no longer those of its fingerprint. Start again, on a file that nobody writes to."
-            )
-        return np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-
-
-@dataclass(frozen=True)
-class MappedFile:
-    """A file that is one document. The map is opened when needed, so that thousands of files cost no descriptors."""
-
-    path: str
-    num_bytes: int
-    modified_ns: int
-    num_documents = 1
-
-    @classmethod
-    def of(cls, path: str | Path) -> "MappedFile":
-        status = os.stat(path)
-        return cls(str(path), status.st_size, status.st_mtime_ns)
-
-    def open(self) -> np.ndarray:
-        return _map(self.path, self.num_bytes, self.modified_ns)
-
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.open()).digest()
-
-    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([self.num_bytes]), np.frombuffer(digest[:8], "<u8")
-
-    def blocks(self) -> Iterator[Block]:
-        yield Block(self.open(), np.array([0, self.num_bytes]))
-
-    def document_name(self, index: int) -> str:
-        return self.path
-
-
-@dataclass(frozen=True)
-class ParquetColumn:
-    """One text column of a parquet file; each row is a document, a null is an empty one."""
-
-    file: MappedFile
-    column: str
-    num_documents: int
-
-    @classmethod
-    def of(cls, path: str | Path, column: str) -> "ParquetColumn":
-        """Raises UserError if the file is no parquet file, lacks the column, or holds something else than text in it."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            with pq.ParquetFile(path) as parquet:
-                schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} cannot be read as parquet: {error}") from None
-        if column not in schema.names:
-            raise UserError(
-                f"{path} has no column {column!r}, only {', '.join(map(repr, schema.names))}. "
-                "Choose one with --data.text-column."
-            )
-        kind = schema.field(column).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
-            raise UserError(f"Column {column!r} of {path} is {kind}, not text. Choose another with --data.text-column.")
-        return cls(MappedFile.of(path), column, num_rows)
-
-    def digest(self) -> bytes:
-        # Of the file and not of the rows, so that finding ready token files needs no decoding.
-        return hashlib.sha256(f"parquet {self.column}\n".encode() + self.file.digest()).digest()
-
-    def measure(self, digest: bytes) -> tuple[np.ndarray, np.ndarray]:
-        lengths, keys = [np.empty(0, np.int64)], []
-        for data, offsets in self.blocks():
-            lengths.append(np.diff(offsets))
-            bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist())
-            keys += [hashlib.sha256(data[start:stop]).digest()[:8] for start, stop in bounds]
-        return np.concatenate(lengths), np.frombuffer(b"".join(keys), "<u8")
-
-    def blocks(self) -> Iterator[Block]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.file.open()  # raises if the file is no longer the one that was opened
-        with pq.ParquetFile(self.file.path) as parquet:
-            for batch in parquet.iter_batches(batch_size=8192, columns=[self.column]):
-                text = batch.column(0).cast(pa.large_binary()).fill_null(b"")
-                _, offsets, data = text.buffers()
-                offsets = np.frombuffer(offsets, np.int64)[text.offset : text.offset + len(text) + 1]
-                yield Block(np.frombuffer(data or b"", np.uint8), offsets)
-
-    def document_name(self, index: int) -> str:
-        return f"{self.file.path}, row {index}"
 
 
 @dataclass(frozen=True)
@@ -177,7 +38,7 @@ class Corpus:
 
     name: str
     """What the user asked for, for messages."""
-    sources: tuple[Topic | MappedFile | ParquetColumn, ...]
+    sources: tuple[Source, ...]
 
     @property
     def num_documents(self) -> int:
@@ -316,11 +177,14 @@ class Split:
         """
         if size > seq_len:
             return (size - 1) // seq_len
+        whole = int(self.corpus.documents[0].sum())
         ways = [f"lower --data.seq-len to {size - 1} or less"] if size >= 2 else []
         if self.name == "validation":
-            ways += [f"raise --data.validation-fraction above {self.fraction}", "set it to 0 to train without validation"]
+            # Only where both splits can have a window.
+            ways += [f"raise --data.validation-fraction above {self.fraction}"] if whole > 2 * seq_len + 1 else []
+            ways += ["set --data.validation-fraction 0 to train without validation"]
         else:
-            ways += [f"lower --data.validation-fraction below {self.fraction}"] if self.fraction else []
+            ways += [f"lower --data.validation-fraction below {self.fraction}"] if self.fraction and whole > seq_len else []
             ways += ["give more text with --data.path"]
         ways = ", ".join(ways[:-1]) + " or " + ways[-1] if len(ways) > 1 else ways[0]
         raise UserError(
@@ -330,48 +194,5 @@ class Split:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The corpus that `data.path` names: a file, a folder (all files below it), a glob, or the standard library's topics.
-
-    Files are ordered by their path below the folder; names that begin with a dot are left out, as a glob does. A file named
-    *.parquet holds a document in each row, any other is a document. Raises UserError if nothing is there, or nothing in it.
-    """
-    if data.path is None:
-        from pydoc_data.topics import topics
-
-        return Corpus("the built-in corpus", tuple(Topic(title, topics[title].encode()) for title in sorted(topics)))
-    paths = _find_files(data.path)
-    sources = [
-        ParquetColumn.of(path, data.text_column) if path.endswith(".parquet") else MappedFile.of(path)
-        for path in paths
-        if os.path.getsize(path) > 0
-    ]
-    sources = [source for source in sources if source.num_documents > 0]
-    if not sources:
-        what = "is empty" if len(paths) == 1 else f"names {len(paths)} files, all empty"
-        raise UserError(f"--data.path {data.path} {what}: 0 bytes of text. Give a file with text in it.")
-    return Corpus(data.path, tuple(sources))
-
-
-def _find_files(path: str) -> list[str]:
-    root = os.path.expanduser(path)
-    if os.path.isfile(root):
-        return [root]
-    if os.path.isdir(root):
-        found = []
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [os.path.join(folder, name) for name in files if not name.startswith(".")]
-        missing = f"--data.path {path} is a folder without files. Give one with text files or .parquet files in it."
-    elif glob.has_magic(root):
-        found = glob.glob(root, recursive=True)
-        missing = f"--data.path {path} matches no file (looked in {os.getcwd()}). Mend the pattern; in a shell, quote it."
-    else:
-        found = []
-        missing = (
-            f"--data.path {path} does not exist (looked for {os.path.abspath(root)}). "
-            "Give a text file, a folder, a glob or a .parquet file, or leave it out to train on the built-in corpus."
-        )
-    found = sorted(name for name in found if os.path.isfile(name))
-    if not found:
-        raise UserError(missing)
-    return found
+    """The corpus that `data.path` names. Raises UserError if nothing is there, or nothing in it."""
+    return Corpus(*open_sources(data))

@@ -7,7 +7,7 @@ import numpy as np
 
 from sharder.data.corpus import Split
 from sharder.data.dataset import Batch
-from sharder.data.tokenize import TokenFiles
+from sharder.data.token_files import TokenFiles
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from sharder.config import DataConfig, UserError
 from sharder.data.corpus import Run, Split, open_corpus
 from sharder.data.dataset import Batch, Dataset
 from sharder.data.packed import PackedTokens
-from sharder.data.tokenize import ByteTokenizer, Tokenizer, encode_split, open_tokenizer
+from sharder.data.token_files import encode_split
+from sharder.data.tokenize import ByteTokenizer, Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True, eq=False)

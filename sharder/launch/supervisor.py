@@ -1,15 +1,19 @@
 """Starts the processes of a run on this machine, and ends all of them when one fails. Imports no jax."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from sharder.config import UserError
+from sharder.facts import is_run
 
 POLL_S = 0.1
 GRACE_S = 5.0
@@ -106,23 +110,59 @@ def watch(workers: list[Worker]) -> int:
     if not failed:
         return 0
     culprit, code = min(failed, key=lambda x: x[1] == -signal.SIGABRT)
-    if code in (2, 75):
+    if code == 75 or (code == 2 and codes[0] == 2):
         return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     print(f"process {culprit.index} of {len(workers)} {how}; the others were ended.", file=sys.stderr)
     if culprit.log is not None:
         tail = culprit.log.read_text(errors="replace").splitlines()[-10:]
         print(f"the end of {culprit.log}:", *tail, sep="\n  ", file=sys.stderr)
-    return 1
+    return 2 if code == 2 else 1
 
 
-def launch(arguments: list[str], num_processes: int, log_dir: Path) -> int:
-    """Runs `sharder <arguments>` in `num_processes` processes; returns the exit code. Raises UserError for bad counts."""
+def launch(arguments: list[str], num_processes: int, run_dir: Path | None) -> int:
+    """Runs `sharder <arguments>` in `num_processes` processes; returns the exit code.
+
+    What processes beside 0 print goes to RUN_DIR/logs, or without a run to a temporary folder. Raises UserError for bad
+    counts and for a folder that cannot hold a run.
+    """
     if num_processes < 1:
         raise UserError(f"--processes is {num_processes}, but must be at least 1.")
-    workers = start(arguments, num_processes, log_dir)
+    with log_folder(run_dir) as log_dir:
+        workers = start(arguments, num_processes, log_dir)
+        try:
+            forward_signals(workers)
+            return watch(workers)
+        finally:
+            kill(workers)
+
+
+@contextlib.contextmanager
+def log_folder(run_dir: Path | None) -> Iterator[Path]:
+    """A folder for logs; nothing of it is left where no run was begun."""
+    if run_dir is None:
+        with tempfile.TemporaryDirectory(prefix="sharder-logs-") as folder:
+            yield Path(folder)
+        return
+    existed = is_run(run_dir)
+    made = [path for path in (run_dir / "logs", run_dir, *run_dir.parents) if not path.exists()]
     try:
-        forward_signals(workers)
-        return watch(workers)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be used: {error.strerror}. Choose another folder.") from None
+    try:
+        yield run_dir / "logs"
     finally:
-        kill(workers)
+        if not existed and not (run_dir / "config.json").exists():
+            remove_logs(run_dir / "logs", made)
+
+
+def remove_logs(log_dir: Path, made: list[Path]) -> None:
+    """The logs of a run that was never begun, and the folders made for them."""
+    for log in log_dir.glob("process_*.log"):
+        log.unlink()
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:  # something else is in it
+            return

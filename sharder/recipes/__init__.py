@@ -41,7 +41,7 @@ def find_recipe(name: str):
     sys.modules[module.__name__] = module  # dataclasses look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"recipe {name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise UserError(f"recipe {name}: {path} has no function {function!r}.")
@@ -55,7 +55,7 @@ def load_recipe(name: str) -> RunConfig:
         config = recipe()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"recipe {name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, RunConfig):
         raise UserError(f"recipe {name} returned {type(config).__name__}, but must return a sharder.config.RunConfig.")

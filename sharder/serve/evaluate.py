@@ -5,9 +5,11 @@ from pathlib import Path
 from sharder import checkpoint, cluster
 from sharder.config import RunConfig, UserError
 from sharder.data.open import open_datasets
+from sharder.facts import read_config
 from sharder.preflight import with_reduction
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.metrics import validation_fields
+from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.saved import check_data, restore_params
 from sharder.train.setup import prepare
 
@@ -15,16 +17,28 @@ from sharder.train.setup import prepare
 def evaluate_run(config: RunConfig, run_dir: Path, step: int | None) -> str:
     """One line with the loss and perplexity of the held-out split. Raises UserError where there is none."""
     step = checkpoint.choose_step(run_dir, step)
+    check_split(config, run_dir)
     cluster.initialize(config.cluster)
     # Evaluations add up in one order of their own, whatever the run's mode.
     setup = prepare(with_reduction(config, "fast"))
-    training, validation = open_datasets(config)
+    training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     if validation is None:
         raise UserError(f"{run_dir} holds out no data: --data.validation-fraction is {config.data.validation_fraction}.")
     check_data(run_dir, step, training)
     params = restore_params(setup, run_dir, step)
-    fields = validation_fields(evaluate(make_eval_step(setup), params, validation, setup))
+    loss, num_examples = evaluate(make_eval_step(setup), params, validation, setup)
+    fields = validation_fields(loss)
     return (
         f"step {step}: validation loss {fields['validation_loss']:.6f}, perplexity {fields['validation_perplexity']:.4f}"
-        f" over {len(validation)} examples; data SHA-256 {validation.fingerprint[:16]}..."
+        f" over {num_examples} examples; data SHA-256 {validation.fingerprint[:16]}..."
     )
+
+
+def check_split(config: RunConfig, run_dir: Path) -> None:
+    """Raises UserError where another part would be held out than the run's: the model was trained on some of it."""
+    was = read_config(run_dir).data
+    for name in ("validation_fraction", "validation_split"):
+        before, now = getattr(was, name), getattr(config.data, name)
+        if before != now:
+            option = f"--data.{name.replace('_', '-')}"
+            raise UserError(f"{option} is {now!r}, but {run_dir} was trained with {before!r}: leave it out, to evaluate what was held out.")

@@ -15,14 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder import checkpoint, cluster
 from sharder.config import LANGUAGE_MODELS, ModelConfig, ParallelConfig, RunConfig, UserError
-from sharder.data.tokenize import open_tokenizer
+from sharder.data.tokenize import Tokenizer, open_tokenizer
 from sharder.models.build import declare, unflatten
 from sharder.ops.layout import SINGLE, Layout
 from sharder.serve.sampling import Sampling
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
+from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.saved import verify_leaves
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def choose_token(logits_V: jax.Array, key: jax.Array, temperature: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -35,12 +38,13 @@ def choose_token(logits_V: jax.Array, key: jax.Array, temperature: jax.Array, to
 
 
 def make_generator(graphdef: nnx.GraphDef, layout: Layout = SINGLE) -> Callable[..., jax.Array]:
-    """The compiled (params, tokens (L,), prompt_len, num_new, seed, temperature, top_k) -> tokens (L,).
+    """The compiled (params, tokens (L,), first, prompt_len, num_new, seed, temperature, top_k) -> tokens (L,).
 
-    Lengths, seed, temperature and k are traced, so that one program serves every request.
+    `first` is the place of tokens[0] in the whole text, which keys the choice of a token. All but the parameters' shapes is
+    traced, so that one program serves every request.
     """
 
-    def generate(params, tokens_L, prompt_len, num_new, seed, temperature, top_k):
+    def generate(params, tokens_L, first, prompt_len, num_new, seed, temperature, top_k):
         model = nnx.merge(graphdef, params)
         key = jax.random.key(seed)
         logits_BLV, cache = model.prefill(tokens_L[None], layout=layout)
@@ -51,7 +55,7 @@ def make_generator(graphdef: nnx.GraphDef, layout: Layout = SINGLE) -> Callable[
 
         def body(carry):
             position, tokens_L, logits_V, cache = carry
-            token = choose_token(logits_V, jax.random.fold_in(key, position), temperature, top_k)
+            token = choose_token(logits_V, jax.random.fold_in(key, first + position), temperature, top_k)
             tokens_L = tokens_L.at[position].set(token)
             logits_BV, cache = model.decode(token[None], position, cache, layout=layout)
             return position + 1, tokens_L, logits_BV[0], cache
@@ -63,20 +67,35 @@ def make_generator(graphdef: nnx.GraphDef, layout: Layout = SINGLE) -> Callable[
 
 def check_request(config: ModelConfig, num_prompt: int, num_new: int, sampling: Sampling) -> None:
     """Raises UserError for a request that the model cannot serve."""
-    room = config.max_seq_len
     if num_prompt == 0:
         raise UserError("--prompt is empty: give at least one character.")
     if num_new < 1:
         raise UserError(f"--max-new-tokens is {num_new}, but must be at least 1.")
-    if num_prompt + num_new > room:
-        raise UserError(
-            f"the prompt has {num_prompt} tokens and --max-new-tokens is {num_new}: {num_prompt + num_new} together, but the"
-            f" model has {room} positions. Ask for at most {max(room - num_prompt, 0)} new tokens, or shorten the prompt."
-        )
-    if sampling.temperature < 0:
-        raise UserError(f"--temperature is {sampling.temperature}, but must be at least 0.")
-    if sampling.top_k < 0:
-        raise UserError(f"--top-k is {sampling.top_k}, but must be at least 0 (0: no limit).")
+    if config.max_seq_len < 2:
+        raise UserError("the model has a single position (--model.max-seq-len 1), so that nothing can follow a prompt.")
+    if not 0 <= sampling.temperature <= LARGEST_FLOAT32:
+        raise UserError(f"--temperature is {sampling.temperature}, but must be at least 0, and finite.")
+    if not 0 <= sampling.top_k < 2**31:
+        raise UserError(f"--top-k is {sampling.top_k}, but must be at least 0 (0: no limit) and below 2**31.")
+    if not 0 <= sampling.seed < 2**32:
+        raise UserError(f"--seed is {sampling.seed}, but must be in [0, 2**32).")
+
+
+def continue_tokens(generate: Callable[..., jax.Array], params, prompt: list[int], num_new: int, length: int, sampling: Sampling) -> list[int]:
+    """The prompt and `num_new` tokens more, from a generator of a model with `length` positions (2 or more).
+
+    Text that fills all positions is read again from the last half of them, at positions 0 onwards, and goes on from there.
+    """
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_new:
+        context = tokens if len(tokens) < length else tokens[-(length // 2) :]
+        new = min(len(prompt) + num_new - len(tokens), length - len(context))
+        window_L = np.zeros(length, np.int32)
+        window_L[: len(context)] = context
+        request = (np.int32(len(tokens) - len(context)), np.int32(len(context)), np.int32(new), np.uint32(sampling.seed))
+        window_L = generate(params, window_L, *request, np.float32(sampling.temperature), np.int32(sampling.top_k))
+        tokens += np.asarray(window_L)[len(context) : len(context) + new].tolist()
+    return tokens
 
 
 def place(config: ModelConfig, parallel: ParallelConfig) -> tuple[Plan, Mesh]:
@@ -124,17 +143,22 @@ def generate_text(
     """
     if not isinstance(config.model, LANGUAGE_MODELS):
         raise UserError(f"{run_dir} is a run of {type(config.model).__name__}, which has no text to generate.")
-    tokenizer = open_tokenizer(config.data.tokenizer)
-    ids = tokenizer.encode(prompt)
+    tokenizer = open_tokenizer(with_kept_tokenizer(run_dir, config).data.tokenizer)
+    ids = encode_prompt(tokenizer, prompt)
     check_request(config.model, len(ids), max_new_tokens, sampling)
     step = checkpoint.choose_step(run_dir, step)
     cluster.initialize(config.cluster)
     plan, mesh = place(config.model, config.parallel)
     params = load_params(plan, mesh, run_dir, step)
     layout = ComputeLayout(mesh, plan, "storage", divide_batch=False)
-    tokens_L = np.zeros(config.model.max_seq_len, np.int32)
-    tokens_L[: len(ids)] = ids
-    request = (np.int32(len(ids)), np.int32(max_new_tokens), np.uint32(sampling.seed))
     generate = make_generator(declare(config.model).graphdef, layout)
-    tokens_L = generate(params, tokens_L, *request, np.float32(sampling.temperature), np.int32(sampling.top_k))
-    return tokenizer.decode(np.asarray(tokens_L)[: len(ids) + max_new_tokens].tolist())
+    return tokenizer.decode(continue_tokens(generate, params, ids, max_new_tokens, config.model.max_seq_len, sampling))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Raises UserError for a prompt that is not text: the shell handed over bytes that are no UTF-8."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt is not UTF-8: character {error.start + 1} cannot be decoded. Give it in UTF-8.") from None
+    return list(tokenizer.encode(prompt))

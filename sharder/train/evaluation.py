@@ -35,10 +35,11 @@ def make_eval_step(setup: Setup) -> EvalStep:
     )
 
 
-def evaluate(eval_step: EvalStep, params, dataset: Dataset, setup: Setup) -> float:
-    """Mean loss in nats; batches are summed in order, in float64."""
+def evaluate(eval_step: EvalStep, params, dataset: Dataset, setup: Setup) -> tuple[float, int]:
+    """Mean loss in nats, and of how many examples; batches are summed in order, in float64."""
     loss = weight = 0.0
-    for batch in sequential_batches(dataset, setup.batch, setup.config.train.validation_batches):
+    batch_size, limit = setup.batch.num_slots * setup.batch.slot_size, setup.config.train.validation_batches
+    for batch in sequential_batches(dataset, setup.batch, limit):
         loss_sum, weight_sum = jax.device_get(eval_step(params, batch))
         loss, weight = loss + float(loss_sum), weight + float(weight_sum)
-    return loss / weight
+    return loss / weight, len(dataset) if limit is None else min(len(dataset), limit * batch_size)

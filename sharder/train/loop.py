@@ -29,7 +29,8 @@ from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.exact import ExactStep
 from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
-from sharder.train.run_dir import Attempt, Resume, begin, open_attempt
+from sharder.train.own_files import with_kept_tokenizer
+from sharder.train.run_dir import Attempt, Resume, RunLock, begin, no_room, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, by_path, create_state, declare_state
@@ -40,8 +41,19 @@ from sharder.train.stepping import Stepper
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
+    lock = RunLock(run_dir)
+    try:
+        return run(config, run_dir, resume, stop, lock)
+    except OSError as error:
+        raise no_room(run_dir, error) from error
+    finally:
+        lock.release()
+
+
+def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock) -> int:
+    """The story itself. Raises OSError where a file of the run cannot be written."""
     config, resized = with_sizes_of_weights(config, run_dir)
-    attempt = agree_on_attempt(run_dir, resume, config)
+    attempt = agree_on_attempt(run_dir, resume, config, lock)
     config = with_reduction(config, attempt.reduction)
     if attempt.resume_step is not None and attempt.resume_step >= config.train.steps:
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
@@ -49,7 +61,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
         return 0
     setup = prepare(config)
     config = setup.config
-    training, validation = open_datasets(config)
+    training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     order = open_order(config, training)
     if attempt.resume_step is not None:
         check_data(run_dir, attempt.resume_step, training)
@@ -86,7 +98,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
         state = stepper.dispatch(state, batch, step, loader.wait_s, stop.requested)
         last = step == config.train.steps
         if eval_step is not None and (last or due(step, config.train.validate_every)):
-            record = stepper.drain() | validation_fields(evaluate(eval_step, state.params, validation, setup))
+            record = stepper.drain() | validation_fields(evaluate(eval_step, state.params, validation, setup)[0])
             stepper.write_if_due(record)
             stepper.resume_clock()
         if due(step, config.checkpoint.every) and not last:
@@ -113,10 +125,11 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
-    """The attempt as process 0 finds it."""
+def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: RunLock) -> Attempt:
+    """The attempt as process 0 finds it, which takes the lock."""
 
     def choose() -> dict:
+        lock.take()
         attempt = open_attempt(run_dir, resume, config)
         return {"number": attempt.number, "resume_step": attempt.resume_step, "reduction": attempt.reduction}
 
@@ -139,7 +152,7 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         "peak_source": None if peak is None else "datasheet",
     }
     for name in begin(attempt, config, facts):
-        print(f"an unfinished save was set aside as checkpoints/{name}")
+        print(f"an {'unreadable checkpoint' if name.endswith('.damaged') else 'unfinished save'} was set aside as checkpoints/{name}")
     specs = {p: s.spec for p, s in by_path(setup.state_shardings).items()}
     leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
     plan = to_json(setup.plan, leaves)

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from sharder.config import LogConfig, RunConfig, to_dict
+from sharder.events import LineFile
 from sharder.instrument.flops import step_flops_6nd, utilisation
 from sharder.train.fingerprint import combine, hex_digest
 
@@ -67,18 +68,17 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """RUN_DIR/metrics.jsonl, flushed line by line; NaN and infinities stay readable as JSON null (loss_hex has them)."""
+    """RUN_DIR/metrics.jsonl, line by line; NaN and infinities stay readable as JSON null (loss_hex has them)."""
 
     def __init__(self, path: Path):
-        self._file = open(path, "a")
+        self._lines = LineFile(path)
 
     def write(self, record: dict) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._lines.write(json.dumps(finite))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoard:

@@ -3,6 +3,7 @@ instruments. Allocates nothing."""
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,10 +16,10 @@ from sharder.instrument.hardware import find_accelerator
 from sharder.instrument.machine import Prediction, Step
 from sharder.instrument.memory import measured_bytes
 from sharder.models.build import declare
-from sharder.preflight import Accounting, WorkerAccounting, account, check, settle_reduction
+from sharder.preflight import Accounting, WorkerAccounting, account, check, settle_reduction, tell
 from sharder.sharding.mesh import resolve_mesh_shape
 from sharder.sharding.plan import make_plan
-from sharder.sharding.show import explain
+from sharder.sharding.show import explain, print_whole_numbers
 from sharder.train.abstract import lower_abstract
 from sharder.train.setup import prepare
 from sharder.train.state import by_path, declare_state, state_specs
@@ -41,14 +42,17 @@ def describe_step(config: RunConfig, num_devices: int, num_local: int, platform:
     return Step(config, declared, plan, state, example_shapes(config), accounting.microbatch_size, accounting.num_slots, inside)
 
 
-def check_here(config: RunConfig, compiles: bool, report: Path | None = None) -> int:
-    """Plan, batch and memory on the devices of this run; with `compiles` the compiled step beside them. Returns 0."""
+def check_here(config: RunConfig, compiles: bool, report: Path | None = None, others: Sequence[str] = ()) -> int:
+    """Plan, batch and memory on the devices of this run; with `compiles` the compiled step beside them. Returns 0.
+
+    Raises UserError with all findings, `others` (of the data) among them.
+    """
     console, devices = _console(), jax.devices()
-    setup = prepare(config)
+    setup = prepare(config, others=others)
     step = describe_step(setup.config, len(devices), jax.local_device_count(), devices[0].platform)
     accelerator = find_accelerator(devices[0].device_kind)
     prediction = machine.predict_step(step, accelerator, jax.local_device_count())
-    console.print(explain(setup.plan))
+    print_whole_numbers(explain(setup.plan))
     print(account(setup.config, setup.plan.mesh.num_replicas))
     if setup.why_fast:
         print(f"fast mode, not exact: {setup.why_fast}")
@@ -65,6 +69,7 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None) ->
     if accelerator is not None:
         print(show.time_text(prediction, compiled, accelerator))
     write(report, prediction, compiled)
+    tell(others)
     return 0
 
 

@@ -3,12 +3,15 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from sharder import checkpoint
-from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
+from sharder.config import RunConfig, UserError, config_hash, to_dict
 from sharder.events import end_with_newline, read_json_lines
+from sharder.facts import is_run, read_config
 from sharder.identity import differences
+from sharder.lock import InUse, take_lock
+from sharder.train.own_files import keep_tokenizer, with_absolute_paths
 
 Resume = Literal["auto", "never", "must"]
 
@@ -26,20 +29,57 @@ class Attempt:
     """The mode that the run was begun in; of a new run, what was asked for."""
 
 
-def read_config(run_dir: Path) -> RunConfig:
-    """The configuration that a run was started with."""
-    path = run_dir / "config.json"
-    if not path.exists():
-        raise UserError(f"{run_dir} is not a run: it has no config.json.")
-    return from_dict(json.loads(path.read_text())["config"])
+class RunLock:
+    """Lets one attempt at a time use the folder of a run; process 0 holds it until the process ends."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self._file: IO[str] | None = None
+        self._made: list[Path] = []
+
+    def take(self) -> None:
+        """Makes the folder if need be. Raises UserError where it cannot be used, holds something else, or is in use."""
+        is_run(self.run_dir)
+        try:
+            self._made = [p for p in (self.run_dir, *self.run_dir.parents) if not p.exists()]
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = take_lock(self.run_dir / ".lock")
+        except InUse as holder:
+            raise UserError(f"{self.run_dir} is in use by {holder}: wait for it, or choose another --run-dir.") from None
+        except OSError as error:
+            self.release()
+            raise UserError(f"--run-dir {self.run_dir} cannot be used: {error.strerror}. Choose another folder.") from None
+
+    def release(self) -> None:
+        """Leaves no trace where no run was begun."""
+        if self._file is not None and not (self.run_dir / "config.json").exists():
+            (self.run_dir / ".lock").unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        for made in self._made:
+            try:
+                made.rmdir()
+            except OSError:  # not empty, or never made
+                break
+
+
+def finished_saves(events: list[dict]) -> set[int]:
+    """Steps whose checkpoints were whole, from the events: a later save waits for it, and so does the end of an attempt."""
+    finished, last = set(), None
+    for event in events:
+        step, kind = event.get("step"), event.get("kind")
+        if kind == "start":
+            last = None
+        if kind in ("save", "stopped", "end"):
+            finished |= {last} - {None}
+            last = step if kind == "save" and isinstance(step, int) else None
+    return finished
 
 
 def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
     """Decides where an attempt begins; touches nothing that exists. Raises UserError where it must not begin."""
-    exists = (run_dir / "config.json").exists()
-    if not exists:
-        if run_dir.exists() and any(run_dir.iterdir()) and {p.name for p in run_dir.iterdir()} - {"logs"}:
-            raise UserError(f"{run_dir} exists and is not a run: choose another --run-dir.")
+    if not is_run(run_dir):
         if resume == "must":
             raise UserError(f"--resume is must, but {run_dir} holds no run.")
         return Attempt(run_dir, 1, None, config.parallel.reduction)
@@ -56,18 +96,46 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
     if not steps and resume == "must":
         raise UserError(f"--resume is must, but {run_dir} holds no checkpoint.")
     events, _ = read_json_lines(run_dir / "events.jsonl")
-    number = 1 + max((e.get("attempt", 0) for e in events), default=1)
-    return Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction)
+    if not steps:
+        check_nothing_lost(run_dir, events)
+    numbers = [e["attempt"] for e in events if isinstance(e.get("attempt"), int)]
+    return Attempt(run_dir, 1 + max(numbers, default=1), steps[-1] if steps else None, config.parallel.reduction)
+
+
+def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:
+    """Raises UserError where a run without a checkpoint had one: to begin it again in silence would throw its work away."""
+    saved = sorted(finished_saves(events))
+    others = checkpoint.list_others(run_dir)
+    if not saved and not any((checkpoint.folder(run_dir) / name / "manifest.json").exists() for name in others):
+        return
+    had = f"it saved checkpoints up to step {saved[-1]}" if saved else "it had checkpoints"
+    raise UserError(
+        f"{run_dir} holds no checkpoint that can be read, although {had}; in {checkpoint.folder(run_dir)} there is:"
+        f" {', '.join(others) or 'nothing'}. Restore one with its manifest.json under its step's name, or begin again in another --run-dir."
+    )
+
+
+def no_room(run_dir: Path, error: OSError) -> UserError:
+    """What to tell where the files of a run cannot be written."""
+    text = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
+    steps = checkpoint.list_steps(run_dir)
+    last = f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
+    return UserError(
+        f"{text}; {last}. Free space on the disk of {run_dir} (or lift the limit on file sizes), then give the same command: it"
+        " sets the unfinished save aside and continues."
+    )
 
 
 def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[str]:
     """Writes config.json with `facts` (versions, devices, data) and mends what a kill left; for process 0 only.
 
-    Returns the names under which unfinished saves were set aside.
+    Returns the names under which unfinished or damaged saves were set aside.
     """
     attempt.run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl"):
         end_with_newline(attempt.run_dir / name)
-    text = json.dumps({"config": to_dict(config), "config_hash": config_hash(config), **facts}, indent=1)
+    keep_tokenizer(attempt.run_dir, config)
+    config = with_absolute_paths(config)
+    text = json.dumps({"config": to_dict(config), "config_hash": config_hash(config), **facts}, indent=1, allow_nan=False)
     checkpoint.write_durably(attempt.run_dir / "config.json", text)
     return checkpoint.set_aside_unfinished(attempt.run_dir)

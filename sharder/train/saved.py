@@ -38,11 +38,15 @@ def describe_save(setup: Setup, dataset: Dataset, state_paths: list[str], finger
 
 def check_data(run_dir: Path, step: int, dataset: Dataset) -> None:
     """Raises UserError where the data of a resumed run is not what it was."""
-    saved = checkpoint.read_manifest(run_dir, step)["data"]
+    saved = checkpoint.read_manifest(run_dir, step).get("data")
+    if not isinstance(saved, dict) or not {"fingerprint", "num_examples"} <= saved.keys():
+        where = checkpoint.folder(run_dir) / str(step) / "manifest.json"
+        raise UserError(f"{where} does not say what data the run was trained on. {checkpoint.way_out(run_dir, step)}")
     if (saved["fingerprint"], saved["num_examples"]) != (dataset.fingerprint, len(dataset)):
         raise UserError(
-            f"{run_dir} was trained on other data: {saved['num_examples']} examples, SHA-256 {saved['fingerprint'][:16]}...; now"
-            f" there are {len(dataset)}, SHA-256 {dataset.fingerprint[:16]}.... Give the same --data.path, or another --run-dir."
+            f"{run_dir} was trained on other data: {saved['num_examples']} examples, SHA-256 {str(saved['fingerprint'])[:16]}...; now"
+            f" there are {len(dataset)}, SHA-256 {dataset.fingerprint[:16]}.... Give the run's own --data.path and settings of the"
+            " data (--data.seq-len, --data.validation-fraction, --data.validation-split, --data.tokenizer), or another --run-dir."
         )
 
 
@@ -73,5 +77,5 @@ def verify_leaves(run_dir: Path, step: int, leaves: dict[str, jax.Array], replic
     if differ:
         raise UserError(
             f"{checkpoint.folder(run_dir) / str(step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"
-            f" ({', '.join(differ[:5])}). Remove it to use the checkpoint before it."
+            f" ({', '.join(differ[:5])}). {checkpoint.way_out(run_dir, step)}"
         )

@@ -10,7 +10,7 @@ from sharder.cluster import decide, device_memory_bytes
 from sharder.config import RunConfig, UserError
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.models.build import Declared, declare
-from sharder.preflight import WorkerAccounting, account, check, settle_reduction
+from sharder.preflight import WorkerAccounting, account, check, config_findings, settle_reduction, tell
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.state import TrainState, shardings, state_specs
@@ -41,18 +41,21 @@ class Setup:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Setup:
+def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None, others: Sequence[str] = ()) -> Setup:
     """Mesh over `devices` (default: all; they need not be there), declared parameters, plan, the mode settled, and preflight.
-    Raises UserError with all findings."""
+    Raises UserError with all findings, and with `others` where there are any."""
     devices = devices or jax.devices()
     num_local = sum(d.process_index == devices[0].process_index for d in devices)
-    shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
+    try:
+        shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
+    except UserError as error:
+        tell([str(error), *config_findings(config), *others])
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
     # One answer for all processes, whose machines may differ.
     memory_bytes = decide(lambda: {"bytes": device_memory_bytes()})["bytes"]
     config, why_fast = settle_reduction(config, plan, devices[0].platform, memory_bytes)
-    check(config, plan)
+    check(config, plan, others)
     if config.model.remat == "offload" and devices[0].platform == "cpu":
         raise UserError("--model.remat is offload, but a CPU has no second memory to keep activations in: use block.")
     mesh = make_mesh(shape, devices)

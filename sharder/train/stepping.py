@@ -24,6 +24,8 @@ class _InFlight:
     step: int
     metrics: dict[str, jax.Array]
     data_wait_s: float
+    interval_s: float
+    """Since the step before it was dispatched; 0.0 where other work was between them."""
 
 
 class Stepper:
@@ -37,6 +39,7 @@ class Stepper:
         self._flags = [self._flag(value) for value in (0, 1)]
         self._in_flight: _InFlight | None = None
         self._last_read = time.perf_counter()
+        self._last_dispatch: float | None = None
         self.stop_agreed = False
         """A process was asked to stop; all processes see it at the same step."""
         self.record: dict = {}
@@ -53,9 +56,10 @@ class Stepper:
 
     def dispatch(self, state: TrainState, batch: dict, step: int, data_wait_s: float, stop: bool) -> TrainState:
         """Starts the step that makes `step` completed steps; then reads and writes the one before it."""
-        previous = self._in_flight
+        previous, now = self._in_flight, time.perf_counter()
+        interval_s, self._last_dispatch = now - (self._last_dispatch or now), now
         state, metrics = self.train_step(*self.arguments(state, batch, stop))
-        self._in_flight = _InFlight(step, metrics, data_wait_s)
+        self._in_flight = _InFlight(step, metrics, data_wait_s, interval_s)
         if previous is not None:
             self.write_if_due(self._read(previous))
         return state
@@ -63,7 +67,8 @@ class Stepper:
     def drain(self) -> dict | None:
         """Waits for the step in flight, if any, and returns its record, not yet written."""
         in_flight, self._in_flight = self._in_flight, None
-        return None if in_flight is None else self._read(in_flight)
+        # A step that the host, and not the device, sets the pace of is over when the one before it is read.
+        return None if in_flight is None else self._read(in_flight, at_least_s=in_flight.interval_s)
 
     def write_pending(self) -> None:
         """Waits for the step in flight, if any, and writes its record."""
@@ -73,14 +78,14 @@ class Stepper:
 
     def resume_clock(self) -> None:
         """Call it after work between steps, so that its time is not counted into the next step."""
-        self._last_read = time.perf_counter()
+        self._last_read, self._last_dispatch = time.perf_counter(), None
 
-    def _read(self, done: _InFlight) -> dict:
+    def _read(self, done: _InFlight, at_least_s: float = 0.0) -> dict:
         metrics = fetch(done.metrics)
         now = time.perf_counter()
         if not self.record:
             self.events.write("first_step", done.step)
-        step_time_s, self._last_read = now - self._last_read, now
+        step_time_s, self._last_read = max(now - self._last_read, at_least_s), now
         self.stop_agreed |= bool(metrics["stop"])
         self.leaf_digests = np.asarray(metrics["digests"])
         self.record = make_record(self.facts, done.step, metrics, step_time_s, done.data_wait_s)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharder.config import DataConfig, UserError
-from sharder.data.corpus import Corpus, Topic, open_corpus
+from sharder.data.corpus import Corpus, open_corpus
+from sharder.data.sources import Topic
 
 
 def corpus_of(*contents: bytes) -> Corpus:
@@ -218,6 +219,9 @@ def test_memory_mapped_bytes_are_not_copied(tmp_path):
     [
         ("nothing.txt", "--data.path .*nothing.txt does not exist .*leave it out"),
         ("*.nothing", r"--data.path .*\*\.nothing matches no file"),
+        ("dead", "--data.path .*dead is a link to nowhere, which does not exist"),
+        ("pipe", "--data.path .*pipe is a device or a pipe"),
+        ("/dev/null", "--data.path /dev/null is a device or a pipe"),
         ("empty.txt", "--data.path .*empty.txt is empty: 0 bytes"),
         ("folder", "--data.path .*folder is a folder without files"),
         ("broken.parquet", "broken.parquet cannot be read as parquet"),
@@ -229,6 +233,8 @@ def test_memory_mapped_bytes_are_not_copied(tmp_path):
 def test_error_of_path(tmp_path, path, message):
     write_all(tmp_path, {"empty.txt": b"", "broken.parquet": b"PAR1 not really"})
     (tmp_path / "folder").mkdir()
+    (tmp_path / "dead").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     pq.write_table(pa.table({"id": [1], "words": ["x"]}), tmp_path / "other.parquet")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "no-rows.parquet")

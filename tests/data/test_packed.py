@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharder.config import UserError
-from sharder.data.corpus import Corpus, MappedFile, Topic
+from sharder.data.corpus import Corpus
+from sharder.data.sources import MappedFile, Topic
 from sharder.data.packed import PackedTokens
-from sharder.data.tokenize import TokenFiles
+from sharder.data.token_files import TokenFiles
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharder.config import DataConfig, UserError
-from sharder.data.corpus import Corpus, Topic
+from sharder.data.corpus import Corpus
+from sharder.data.sources import Topic
 from sharder.data.text import ByteText, open_text
 
 
@@ -112,6 +113,9 @@ def test_dataset_travels_to_other_processes_without_its_text(tmp_path):
         (100, (90, 0.2), "train .* 80 bytes, .* needs 91 .*79 or less, lower --data.validation-f"),
         (100, (20, 0.1), "validation .* 10 bytes, .* needs 21 .*9 or less, raise .* 0.1 or set"),
         (10, (2, 0.05), "validation .* 0 bytes, .* needs 3 .*Raise --data.validation-fraction"),
+        (10, (9, 0.2), "train .* 8 bytes, .* needs 10 .*7 or less, lower --data.validation-fraction"),
+        (5, (8, 0.2), r"train .* 4 bytes, .* needs 9 .*Lower --data.seq-len to 3 or less or give more text with --data.path\.$"),
+        (21, (10, 0.1), r"validation .* 2 bytes, .* needs 11 .*Lower --data.seq-len to 1 or less or set --data.validation-fraction 0 to"),
     ],
 )  # fmt: skip
 def test_error_of_a_split_shorter_than_a_window(tmp_path, size, window_and_fraction, message):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sharder.config import UserError
-from sharder.launch.supervisor import Worker, launch, watch, worker_environment
+from sharder.launch.supervisor import Worker, launch, log_folder, watch, worker_environment
 
 
 def worker(index, code, log=None):
@@ -69,3 +69,36 @@ def test_the_environment_of_a_worker_is_whole_and_without_proxies():
 def test_no_processes_is_refused(tmp_path):
     with pytest.raises(UserError, match="--processes is 0"):
         launch(["recipes"], 0, tmp_path)
+
+
+def test_a_mistake_that_only_another_process_met_is_shown(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("sharder.launch.supervisor.GRACE_S", 0.2)
+    (tmp_path / "log").write_text("error: the way out")
+    assert watch([worker(0, SLEEP), worker(1, "import sys; sys.exit(2)", tmp_path / "log")]) == 2
+    assert "the way out" in capsys.readouterr().err
+
+
+def test_logs_of_a_refused_command_leave_nothing(tmp_path):
+    with log_folder(tmp_path / "a" / "run") as folder:
+        (folder / "process_1.log").write_text("refused")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_of_a_run_stay(tmp_path):
+    with log_folder(tmp_path / "run") as folder:
+        (folder / "process_1.log").write_text("trained")
+        (tmp_path / "run" / "config.json").write_text("{}")
+    assert (tmp_path / "run" / "logs" / "process_1.log").read_text() == "trained"
+
+
+def test_a_foreign_folder_gets_no_logs(tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(UserError, match="exists and is not a run"):
+        launch(["recipes"], 1, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_in_the_way_of_the_run_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/run is a file, or lies below one"):
+        launch(["recipes"], 1, tmp_path / "file" / "run")

@@ -7,8 +7,8 @@ from sharder.config import MlpConfig, ParallelConfig, RunConfig, TrainConfig, Us
 from sharder.report.verify import compare, describe
 
 
-def record(step, fingerprint="a" * 16, loss="0x1p+0", batch="d" * 16):
-    return {"step": step, "fingerprint": fingerprint, "loss_hex": loss, "batch_fingerprint": batch}
+def record(step, fingerprint="a" * 16, loss="0x1p+0", batch="d" * 16, attempt=1):
+    return {"attempt": attempt, "step": step, "fingerprint": fingerprint, "loss_hex": loss, "batch_fingerprint": batch}
 
 
 CONFIG = RunConfig(model=MlpConfig())
@@ -86,7 +86,7 @@ def test_an_unreadable_config_is_not_comparable(tmp_path):
     a = run(tmp_path / "a", [record(1)])
     (a / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json cannot be read"):
-        compare(a, a)
+        compare(run(tmp_path / "b", [record(1)]), a)
 
 
 def test_a_redone_step_must_agree_with_itself(tmp_path):
@@ -112,6 +112,41 @@ def test_a_cut_off_line_is_counted_not_compared(tmp_path):
     b = run(tmp_path / "b", [record(1), record(2)])
     result = compare(a, b)
     assert result.identical and result.num_unreadable == 1
+
+
+@pytest.mark.parametrize("line", ["42", "null", "[1]", "{", "\xff", '{"loss_hex": "0x1p+0", "fingerprint": "a"}', '{"step": 2, "fingerprint": "a"}'])
+def test_a_damaged_line_inside_an_attempt_is_not_comparable(tmp_path, line):
+    a, b = run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)])
+    with open(a / "metrics.jsonl", "ab") as file:
+        file.write(line.encode("latin-1") + b"\n" + json.dumps(record(3)).encode() + b"\n")
+    with pytest.raises(UserError, match="metrics.jsonl, line 2"):
+        compare(a, b)
+
+
+def test_a_kill_may_cut_the_last_line_of_every_attempt(tmp_path):
+    a = run(tmp_path / "a", [record(1)], tail='{"step": 2, "fi\n' + json.dumps(record(2, attempt=2)) + '\n{"st')
+    result = compare(a, run(tmp_path / "b", [record(1), record(2)]))
+    assert result.identical and (result.num_compared, result.num_unreadable) == (2, 2)
+
+
+def test_a_step_that_both_redid_counts_once(tmp_path):
+    a, b = (run(tmp_path / name, [record(1), record(2), record(2, attempt=2), record(2, attempt=3)]) for name in "ab")
+    assert compare(a, b).num_redone == 1
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path):
+    a = run(tmp_path / "a", [record(1)])
+    (tmp_path / "link").symlink_to(a)
+    with pytest.raises(UserError, match="are the same folder"):
+        compare(a, tmp_path / "link")
+
+
+def test_metrics_that_are_a_folder_are_named(tmp_path):
+    a, b = run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)])
+    (a / "metrics.jsonl").unlink()
+    (a / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl cannot be read"):
+        compare(a, b)
 
 
 def test_no_metrics_is_not_comparable(tmp_path):

@@ -10,9 +10,10 @@ from small import small
 from sharder import checkpoint
 from sharder.config import UserError
 from sharder.config import ParallelConfig
+from sharder.data.tokenize import ByteTokenizer
 from sharder.models.build import declare, initial_params
 from sharder.serve import generate as module
-from sharder.serve.generate import check_request, choose_token, generate_text, make_generator
+from sharder.serve.generate import check_request, choose_token, continue_tokens, encode_prompt, generate_text, make_generator
 from sharder.serve.sampling import Sampling
 from sharder.stop import StopRequest
 from sharder.train.loop import train
@@ -46,7 +47,7 @@ def load_params(declared, run_dir, step):
 def generate(generator, params, prompt, num_new, temperature=0.0, top_k=0, seed=0, length=32):
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt
-    return np.asarray(generator(params, tokens, np.int32(len(prompt)), np.int32(num_new), np.uint32(seed), np.float32(temperature), np.int32(top_k)))
+    return np.asarray(generator(params, tokens, np.int32(0), np.int32(len(prompt)), np.int32(num_new), np.uint32(seed), np.float32(temperature), np.int32(top_k)))
 
 
 def test_greedy_equals_the_uncached_argmax(trained):
@@ -72,6 +73,42 @@ def test_one_compilation_serves_every_request(trained):
     for length, new, temperature, top_k in ((1, 3, 0.0, 0), (7, 20, 0.8, 50), (31, 1, 1.5, 1)):
         generate(generator, params, list(range(length)), new, temperature, top_k)
     assert generator._cache_size() == 1
+
+
+@pytest.mark.parametrize("prompt_len, num_new", [(5, 80), (32, 3), (50, 20)])
+def test_text_beyond_the_positions_is_read_again_from_the_last_half(trained, prompt_len, num_new):
+    """Greedy, against the uncached argmax over the tokens that the rule keeps; still one compilation."""
+    config, _ = trained
+    declared = declare(config.model)
+    params = initial_params(config.model, jax.random.key(3))
+    generator = make_generator(declared.graphdef)
+    prompt = np.random.default_rng(0).integers(0, 256, prompt_len).tolist()
+    ours = continue_tokens(generator, params, prompt, num_new, 32, Sampling(temperature=0.0))
+    forward = jax.jit(lambda p, t: nnx.merge(declared.graphdef, p)(t[None])[0])
+    expected, start = list(prompt), 0
+    while len(expected) < prompt_len + num_new:
+        start = start if len(expected) - start < 32 else len(expected) - 16
+        padded = np.zeros(32, np.int32)
+        padded[: len(expected) - start] = expected[start:]
+        expected.append(int(jnp.argmax(forward(params, padded)[len(expected) - start - 1])))
+    assert ours == expected and generator._cache_size() == 1
+
+
+def test_a_window_read_again_draws_other_numbers():
+    """The key of a choice is the place in the whole text, so that no draw is used twice."""
+    seen = []
+
+    def generator(params, tokens, first, prompt_len, num_new, *_):
+        seen.extend(range(int(first + prompt_len), int(first + prompt_len + num_new)))
+        return tokens
+
+    continue_tokens(generator, None, [1, 2], 100, 32, Sampling())
+    assert seen == list(range(2, 102))
+
+
+def test_a_prompt_that_is_not_text_is_refused():
+    with pytest.raises(UserError, match="--prompt is not UTF-8: character 3"):
+        encode_prompt(ByteTokenizer(), "ab\udcff")
 
 
 def test_loading_replaces_a_fresh_models_logits_bit_for_bit(trained):
@@ -116,9 +153,13 @@ def test_sampling_follows_the_probabilities():
     [
         (0, 5, Sampling(), "--prompt is empty"),
         (5, 0, Sampling(), "--max-new-tokens is 0"),
-        (20, 20, Sampling(), "40 together, but the model has 32 positions. Ask for at most 12"),
         (5, 5, Sampling(temperature=-1.0), "--temperature is -1.0"),
+        (5, 5, Sampling(temperature=float("inf")), "--temperature is inf"),
+        (5, 5, Sampling(temperature=float("nan")), "--temperature is nan"),
         (5, 5, Sampling(top_k=-1), "--top-k is -1"),
+        (5, 5, Sampling(top_k=2**31), "--top-k is 2147483648"),
+        (5, 5, Sampling(seed=-1), "--seed is -1"),
+        (5, 5, Sampling(seed=2**32), "--seed is 4294967296"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(num_prompt, num_new, sampling, message):

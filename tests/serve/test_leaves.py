@@ -1,4 +1,6 @@
+import json
 import re
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -51,7 +53,7 @@ def test_steps_without_a_partner_are_named(tmp_path):
     for run, steps in (("a", (1, 2)), ("b", (2, 3))):
         for step in steps:
             (checkpoint.folder(tmp_path / run) / str(step)).mkdir(parents=True)
-            (checkpoint.folder(tmp_path / run) / str(step) / "manifest.json").touch()
+            (checkpoint.folder(tmp_path / run) / str(step) / "manifest.json").write_text(json.dumps({"step": step, "leaves": {}}))
     assert newest_common_step(tmp_path / "a", tmp_path / "b", None) == 2
     with pytest.raises(UserError, match=r"--step is 3, but both runs have checkpoints of \[2\]"):
         newest_common_step(tmp_path / "a", tmp_path / "b", 3)
@@ -65,4 +67,5 @@ def test_the_command_names_the_leaf_that_differs(tmp_path):
     result = sharder("verify", tmp_path / "a", tmp_path / "b", "--leaves")
     assert result.returncode == 1
     assert re.search(r"first: params/\w+", result.stdout)
-    assert sharder("verify", tmp_path / "a", tmp_path / "a", "--leaves").stdout.strip() == "step 2: every leaf is identical"
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    assert sharder("verify", tmp_path / "a", tmp_path / "c", "--leaves").stdout.strip() == "step 2: every leaf is identical"

@@ -1,0 +1,60 @@
+"""config.json of a run: its configuration, and what was known of the data, versions and devices when it was started."""
+
+import json
+from pathlib import Path
+
+from sharder.config import RunConfig, UserError, from_dict
+
+WAY_OUT = "Restore it from a copy, or use another run."
+
+
+OURS = {"logs", ".lock"}
+"""What a folder may hold before it is a run."""
+
+
+def is_run(run_dir: Path) -> bool:
+    """Whether the folder holds a run. Raises UserError where it cannot be one: a file, or foreign files in it."""
+    try:
+        if (run_dir / "config.json").exists():
+            return True
+        entries = {entry.name for entry in run_dir.iterdir()}
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise UserError(f"--run-dir {run_dir} is a file, or lies below one: choose another folder.") from None
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be used: {error.strerror}. Choose another folder.") from None
+    if entries - OURS:
+        raise UserError(f"{run_dir} exists and is not a run: choose another --run-dir.")
+    return False
+
+
+def read_facts(run_dir: Path) -> dict:
+    """All of config.json. Raises UserError where there is none, or it is damaged."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is not a run: it has no config.json.")
+    try:
+        facts = json.loads(path.read_bytes(), parse_constant=_refuse)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}. {WAY_OUT}") from None
+    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
+        raise UserError(f"{path} is damaged: it holds no configuration. {WAY_OUT}")
+    return facts
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The configuration that a run was started with. Raises UserError as `read_facts`, or where it is of another version."""
+    return config_of(read_facts(run_dir), run_dir)
+
+
+def config_of(facts: dict, run_dir: Path) -> RunConfig:
+    """The configuration in facts of `run_dir`."""
+    try:
+        return from_dict(facts["config"])
+    except UserError as error:
+        raise UserError(f"{run_dir / 'config.json'}: {error} {WAY_OUT}") from None

@@ -103,10 +103,9 @@ def check(arguments: list[str]) -> int:
 
         return check_topology(config, topology, find, report)
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
-    from sharder.preflight import data_findings
     from sharder.train.planning import check_here
 
-    return check_here(config, compiles, report, data_findings(config))
+    return check_here(config, compiles, report)
 
 
 def launch(arguments: list[str]) -> int:
@@ -311,8 +310,8 @@ def weights(arguments: list[str]) -> int:
             return step
 
         step = tyro.cli(export, args=rest, prog="sharder weights export", description=weights.__doc__)
+        from sharder.facts import read_config
         from sharder.serve.weights import export_weights
-        from sharder.train.run_dir import read_config
 
         print(export_weights(read_config(Path(run)), Path(run), step, Path(folder)))
         return 0

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import numpy as np
 
-from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
+from sharder.config import LANGUAGE_MODELS, Pi0Config, RunConfig, UserError
 from sharder.data.open import open_datasets, open_order
 from sharder.exactness import refusals, untested
 from sharder.sharding.plan import Indivisible, Plan
@@ -205,7 +205,9 @@ def config_findings(config: RunConfig) -> list[str]:
 
 
 def data_findings(config: RunConfig) -> list[str]:
-    """Why the data cannot be trained on, if so; they are opened for it."""
+    """Why the data cannot be trained on, if so; they are opened for it, but for robots' (`sharder data inspect` does that)."""
+    if isinstance(config.model, Pi0Config):
+        return []
     try:
         training, _ = open_datasets(config)
         open_order(config, training)

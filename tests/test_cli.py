@@ -142,7 +142,7 @@ BAD = [
     (["train", "nope", "--run-dir", "x"], "there is no recipe 'nope'"),
     (["train", "missing.py:f", "--run-dir", "x"], "there is no file missing.py"),
     (["train", "tiny_lm"], "--run-dir is missing"),
-    (["train", "tiny_lm", "--run-dir", "x", "--train.steps", "0"], "must be at least 1"),
+    (["train", "tiny_lm", "--run-dir", "x", "--train.steps", "0"], "must be from 1 to 2**31 - 1"),
     (["train", "tiny_lm", "--run-dir", "x", "--train.stepz", "3"], "--train.steps"),
     (["train", "tiny_lm", "--run-dir", "x", "--data.path", "nowhere.txt"], "nowhere.txt"),
     (["train", "tiny_lm", "--run-dir", "x", "--data.seq-len", "512"], "--data.seq-len is 512, more than the 128 positions"),
@@ -239,13 +239,6 @@ def test_ctrl_c_outside_training_is_one_line_and_130(tmp_path):
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=30)[0]
     assert (process.returncode, output) == (130, "interrupted.\n")
-
-
-@pytest.mark.parametrize("width", ["40", "80"])
-def test_the_plan_cuts_no_number(width):
-    result = sharder("check", "gpt_xl", "--cluster.cpu-devices", "2", "--parallel.policy", "fsdp", COLUMNS=width)
-    assert "\u2026" not in result.stdout
-    assert result.stdout.count("3,115,782,400") == 2 and result.stdout.count("6,231,564,800") == 1
 
 
 def test_processes_that_do_not_meet_are_named_not_aborted(tmp_path):

@@ -5,7 +5,6 @@ import math
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from sharder.sharding.mesh import MeshShape
@@ -54,21 +53,6 @@ def whole_over_tensor_text(plan: Plan) -> str | None:
     found = [f"{axis} is {size}" for axis, size in plan.whole_over_tensor.items()]
     degree = plan.mesh.tensor
     return f"whole on each of the {degree} devices of a tensor group, on purpose, since {degree} does not divide it: {', '.join(found)}" if found else None
-
-
-def print_whole_numbers(table: Table) -> None:
-    """Prints the table with columns at least as wide as their numbers; on a narrow terminal other text is folded instead."""
-    console = Console()
-    if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
-        for column in table.columns:
-            numbers = [len(cell) for cell in column.cells if cell.replace(",", "").isdecimal()]
-            column.width, column.overflow = max(numbers, default=None), "fold"
-        others = [column for column in table.columns if column.width is None]
-        left = console.width - 1 - sum((column.width or 0) + 3 for column in table.columns)  # padding and box
-        for column in others:
-            column.width = max(left // len(others), 6)
-        console = Console(width=max(console.width, 1 + sum(column.width + 3 for column in table.columns)))
-    console.print(table)
 
 
 def to_json(plan: Plan, state: StateLeaves) -> dict:

@@ -177,7 +177,7 @@ def with_sizes_of_weights(config: RunConfig, run_dir: Path | None = None) -> tup
     if weights.path is None or weights.sizes == "recipe" or not isinstance(config.model, Pi0Config):
         return config, None
     if run_dir is not None and (run_dir / "config.json").exists():
-        from sharder.train.run_dir import read_config
+        from sharder.facts import read_config
 
         was = read_config(run_dir)
         return (dataclasses.replace(config, model=was.model) if was.weights == weights else config), None

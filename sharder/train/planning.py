@@ -3,11 +3,11 @@ instruments. Allocates nothing."""
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
 from sharder.config import RunConfig
 from sharder.data.open import example_shapes
@@ -16,10 +16,10 @@ from sharder.instrument.hardware import find_accelerator
 from sharder.instrument.machine import Prediction, Step
 from sharder.instrument.memory import measured_bytes
 from sharder.models.build import declare
-from sharder.preflight import Accounting, WorkerAccounting, account, check, settle_reduction, tell
+from sharder.preflight import Accounting, WorkerAccounting, account, check, data_findings, settle_reduction, tell
 from sharder.sharding.mesh import resolve_mesh_shape
 from sharder.sharding.plan import make_plan
-from sharder.sharding.show import explain, print_whole_numbers
+from sharder.sharding.show import explain
 from sharder.train.abstract import lower_abstract
 from sharder.train.setup import prepare
 from sharder.train.state import by_path, declare_state, state_specs
@@ -42,17 +42,18 @@ def describe_step(config: RunConfig, num_devices: int, num_local: int, platform:
     return Step(config, declared, plan, state, example_shapes(config), accounting.microbatch_size, accounting.num_slots, inside)
 
 
-def check_here(config: RunConfig, compiles: bool, report: Path | None = None, others: Sequence[str] = ()) -> int:
+def check_here(config: RunConfig, compiles: bool, report: Path | None = None) -> int:
     """Plan, batch and memory on the devices of this run; with `compiles` the compiled step beside them. Returns 0.
 
-    Raises UserError with all findings, `others` (of the data) among them.
+    Raises UserError with all findings; where only the data are at fault, after the plan was shown.
     """
     console, devices = _console(), jax.devices()
-    setup = prepare(config, others=others)
+    of_data = data_findings(config)
+    setup = prepare(config, others=of_data)
     step = describe_step(setup.config, len(devices), jax.local_device_count(), devices[0].platform)
     accelerator = find_accelerator(devices[0].device_kind)
     prediction = machine.predict_step(step, accelerator, jax.local_device_count())
-    print_whole_numbers(explain(setup.plan))
+    print_whole_numbers(console, explain(setup.plan))
     print(account(setup.config, setup.plan.mesh.num_replicas))
     if setup.why_fast:
         print(f"fast mode, not exact: {setup.why_fast}")
@@ -69,7 +70,7 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None, ot
     if accelerator is not None:
         print(show.time_text(prediction, compiled, accelerator))
     write(report, prediction, compiled)
-    tell(others)
+    tell(of_data)
     return 0
 
 
@@ -113,6 +114,20 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
 def _console() -> Console:
     """As wide as the terminal; 160 columns in a file."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def print_whole_numbers(console: Console, table: Table) -> None:
+    """Prints the table with columns at least as wide as their numbers; on a narrow console other text is folded instead."""
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
+        for column in table.columns:
+            numbers = [len(cell) for cell in column.cells if cell.replace(",", "").isdecimal()]
+            column.width, column.overflow = max(numbers, default=None), "fold"
+        others = [column for column in table.columns if column.width is None]
+        left = console.width - 1 - sum((column.width or 0) + 3 for column in table.columns)  # padding and box
+        for column in others:
+            column.width = max(left // len(others), 6)
+        console.width = max(console.width, 1 + sum(column.width + 3 for column in table.columns))
+    console.print(table)
 
 
 def mesh_text(step: Step) -> str:

@@ -35,7 +35,7 @@ def train(config: RunConfig, num_devices: int = 8) -> np.ndarray:
         step = step or compile_step(setup, (state, batch, seed, stop))
         state, metrics = step(state, batch, seed, stop)
         losses.append(float(metrics["loss"]))
-    return np.array([*losses, evaluate(make_eval_step(setup), state.params, validation, setup)])
+    return np.array([*losses, evaluate(make_eval_step(setup), state.params, validation, setup)[0]])
 
 
 def optimized_by(name: str) -> RunConfig:

@@ -82,6 +82,7 @@ def check(arguments: list[str]) -> int:
         find: bool = False,
         compile: bool = False,  # noqa: A002
         report: Path | None = None,
+        json: bool = False,  # noqa: A002
         config: WithConfig = default,
     ) -> tuple:
         """
@@ -90,21 +91,28 @@ def check(arguments: list[str]) -> int:
             find: Search policies and degrees for the fewest devices that fit, and the three fastest of this topology.
             compile: Compile the step for the devices of this machine, and show its memory and collectives.
             report: Also write what was found to this JSON file.
+            json: Print findings, plan and accounting as JSON, and nothing else.
         """
-        return topology, find, compile, report, config
+        return topology, find, compile, report, json, config
 
-    topology, find, compiles, report, config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    topology, find, compiles, report, as_json, config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
     if find and topology is None:
         raise UserError("--find searches the parts of a machine: name it with --topology.")
+    if as_json and (find or compiles or report):
+        raise UserError("--json looks at shapes alone, and goes without --find, --compile and --report.")
     from sharder import cluster
 
     if topology is not None:
-        from sharder.train.planning import check_topology
+        from sharder.train.planning import check_json, check_topology
 
+        if as_json:
+            return check_json(config, topology)
         return check_topology(config, topology, find, report)
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
-    from sharder.train.planning import check_here
+    from sharder.train.planning import check_here, check_json
 
+    if as_json:
+        return check_json(config, None)
     return check_here(config, compiles, report)
 
 

@@ -14,7 +14,8 @@ ROOT = Path(sharder.__file__).parent
 # A module imports only from ranks below its own, or from its own folder.
 RANKS = [
     {"config", "events", "stop"},
-    {"exactness", "identity", "recipes"},
+    {"finding"},
+    {"accounting", "exactness", "identity", "recipes"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},

@@ -50,6 +50,14 @@ def applied(config: RunConfig, options: Options) -> RunConfig:
     return replace(config, **{s: replace(getattr(config, s), **fields) for s, fields in sections.items()})
 
 
+def as_arguments(options: Options) -> list[str]:
+    """The options as a command line takes them."""
+    words = []
+    for option, value in options.items():
+        words += [option, *map(str, value if isinstance(value, (list, tuple)) else (value,))]
+    return words
+
+
 def around(value: int, unit: int) -> tuple[int, ...]:
     """The multiples of `unit` next to `value`, nearest first; never 0."""
     below, above = value // unit * unit, -(-value // unit) * unit

@@ -9,7 +9,7 @@ import numpy as np
 from sharder.accounting import account_workers, batch_findings
 from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
 from sharder.exactness import refusals, untested
-from sharder.finding import Finding, Refused, applied
+from sharder.finding import Finding, Refused, applied, as_arguments
 from sharder.sharding.divisible import Machine, Remedies, divisors, parameter_findings
 from sharder.sharding.mesh import MeshShape, resolve_mesh_shape
 from sharder.sharding.plan import Plan
@@ -153,8 +153,7 @@ def _disk(config: RunConfig, known: Surroundings) -> list[Finding]:
     if keep.keep_every:
         left = room - 1 - nearest["--checkpoint.keep-last"]
         nearest["--checkpoint.keep-every"] = config.train.steps // (left + 1) + 1 if left else None
-    listed = " ".join(f"{option} {value}" for option, value in nearest.items())
-    return [Finding("disk", f"{message}use {listed}, or another --run-dir.", nearest, next(reversed(nearest)))]
+    return [Finding("disk", f"{message}use {' '.join(as_arguments(nearest))}, or another --run-dir.", nearest, next(reversed(nearest)))]
 
 
 def _memory(config: RunConfig, plan: Plan, known: Surroundings) -> list[Finding]:
@@ -172,8 +171,7 @@ def _memory(config: RunConfig, plan: Plan, known: Surroundings) -> list[Finding]
     for change in _savings(config, plan, share):
         size = known.predict_bytes(applied(config, change))
         if size is not None and size <= known.memory_bytes:
-            listed = " ".join(f"{option} {value}" for option, value in change.items())
-            return [Finding("memory", f"{message} Use {listed}: {size / 1e9:.3f} GB.", change, "--parallel.policy")]
+            return [Finding("memory", f"{message} Use {' '.join(as_arguments(change))}: {size / 1e9:.3f} GB.", change, "--parallel.policy")]
     way = " No policy, remat policy or microbatch brings that down far enough: use more devices."
     return [Finding("memory", message + way, set_at="--parallel.policy")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from sharder import checkpoint, cluster
-from sharder.accounting import account
+from sharder.accounting import Accounting, account
 from sharder.config import RunConfig, UserError
 from sharder.data.open import count_examples
 from sharder.finding import Finding
@@ -35,17 +35,20 @@ class Inspection:
     sound: bool
     """Whether the devices form the mesh and every dimension divides, so that the plan has bytes."""
 
+    def accounting(self) -> Accounting | None:
+        """How the batch is made up; None where it cannot be, which is a finding."""
+        try:
+            return account(self.config, self.plan.mesh.num_replicas)
+        except UserError:
+            return None
+
     def to_json(self) -> dict:
-        """Findings; the plan, as in plan.json, where it is sound; how the batch is made up, where it can be."""
-        plan, accounting = None, None
+        """Findings; the plan, as in plan.json, where it is sound; how the batch is made up, where both can be told."""
+        plan, accounting = None, self.accounting() if self.sound else None
         if self.sound:
             plan = to_json(self.plan, state_leaves(self.config, self.declared, self.plan))
-            try:
-                batch = account(self.config, self.plan.mesh.num_replicas)
-                accounting = {**asdict(batch), "global_batch_size": batch.global_batch_size}
-            except UserError:
-                pass  # is a finding
-        return {"findings": [f.to_json() for f in self.findings], "plan": plan, "accounting": accounting}
+        batch = accounting and {**asdict(accounting), "global_batch_size": accounting.global_batch_size}
+        return {"findings": [f.to_json() for f in self.findings], "plan": plan, "accounting": batch}
 
 
 def inspect(

@@ -11,10 +11,12 @@ from rich.console import Console
 from sharder.accounting import account
 from sharder.config import RunConfig
 from sharder.data.open import example_shapes
+from sharder.finding import Refused
 from sharder.instrument import machine, show, topology
 from sharder.instrument.hardware import find_accelerator
 from sharder.instrument.machine import Prediction, Step
 from sharder.instrument.memory import measured_bytes
+from sharder.sharding import figure, grid
 from sharder.sharding.divisible import Machine
 from sharder.sharding.show import explain
 from sharder.train.abstract import lower_abstract
@@ -38,6 +40,25 @@ def check_json(config: RunConfig, topology_name: str | None) -> int:
     inspection = inspect_for(config, topology_name)
     print(json.dumps(inspection.to_json(), indent=1))
     return 2 if inspection.findings else 0
+
+
+def check_show(config: RunConfig, topology_name: str | None, param: str | None, out: Path | None) -> int:
+    """Prints who holds what of a parameter and of the batch, and bytes by strategy; with `out` as a figure too. Returns 0.
+
+    Raises UserError with all findings, after the picture where the plan has one.
+    """
+    inspection = inspect_for(config, topology_name)
+    accounting = inspection.accounting()
+    if inspection.sound and accounting is not None:
+        arguments = inspection.plan, config.parallel, accounting.slot_size, param
+        if out is not None:
+            figure.check_format(out)
+        _console().print(grid.show(*arguments))
+        if out is not None:
+            figure.draw(*arguments, out)
+    if inspection.findings:
+        raise Refused(inspection.findings)
+    return 0
 
 
 def check_here(config: RunConfig, compiles: bool, report: Path | None = None) -> int:

@@ -82,6 +82,10 @@ def check(arguments: list[str]) -> int:
         find: bool = False,
         compile: bool = False,  # noqa: A002
         report: Path | None = None,
+        json: bool = False,  # noqa: A002
+        show: bool = False,
+        param: str | None = None,
+        out: Path | None = None,
         config: WithConfig = default,
     ) -> tuple:
         """
@@ -90,12 +94,19 @@ def check(arguments: list[str]) -> int:
             find: Search policies and degrees for the fewest devices that fit, and the three fastest of this topology.
             compile: Compile the step for the devices of this machine, and show its memory and collectives.
             report: Also write what was found to this JSON file.
+            json: Print findings, plan and accounting as JSON, and nothing else.
+            show: Show which device holds what of a parameter and of the batch, and bytes per device by strategy.
+            param: With --show: path of the parameter; unset: the largest.
+            out: With --show: also write a figure (.svg, .png, .pdf).
         """
-        return topology, find, compile, report, config
+        return (topology, find, compile, report), (json, show, param, out), config
 
-    topology, find, compiles, report, config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    compiled, seen, config = tyro.cli(command, args=rest, prog=f"sharder check {name}", description=check.__doc__)
+    topology, find, compiles, report = compiled
     if find and topology is None:
         raise UserError("--find searches the parts of a machine: name it with --topology.")
+    if any(seen):
+        return _check_shapes(config, topology, seen, alone=not (find or compiles or report))
     from sharder import cluster
 
     if topology is not None:
@@ -106,6 +117,22 @@ def check(arguments: list[str]) -> int:
     from sharder.train.planning import check_here
 
     return check_here(config, compiles, report)
+
+
+def _check_shapes(config: RunConfig, topology: str | None, seen: tuple, alone: bool) -> int:
+    """`check` with --json or --show: from shapes alone."""
+    as_json, show, param, out = seen
+    if not show and (param or out):
+        raise UserError("--param and --out go with --show.")
+    if not alone or (as_json and show):
+        raise UserError("--json and --show look at shapes alone: give one of them, without --find, --compile and --report.")
+    from sharder import cluster
+
+    if topology is None:
+        cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
+    from sharder.train.planning import check_json, check_show
+
+    return check_show(config, topology, param, out) if show else check_json(config, topology)
 
 
 def launch(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ new machine, or in another container, copy that folder along with the run. On CP
 import re
 
 from sharder.config import RunConfig, UserError
+from sharder.finding import Finding
 
 TESTED_JAX = "0.10."
 """The jax that exact mode is tested with. As 0.12 compiles a moving average, shards of 8 contiguous elements have other bits on
@@ -57,46 +58,52 @@ def check_kernels(config: RunConfig, program: str, platform: str, flags: str) ->
         )
 
 
-def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[str]:
+def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Finding]:
     """Why exact mode cannot keep its promise for this configuration, each with the way out; empty in fast mode."""
     if config.parallel.reduction != "exact":
         return []
-    found = []
+    found, fast = [], {"--parallel.reduction": "fast"}
     if config.train.ema_decay is not None and not jax_version.startswith(TESTED_JAX):
-        found.append(
+        message = (
             f"--train.ema-decay is {config.train.ema_decay} in exact mode, but with jax {jax_version} a moving average has other bits on"
             f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
         )
+        found.append(Finding("exact", message, fast, "--train.ema-decay"))
     if config.optimizer.name in UNORDERED_OPTIMIZERS:
-        found.append(
+        message = (
             f"--optimizer.name is {config.optimizer.name} in exact mode, but its {UNORDERED_OPTIMIZERS[config.optimizer.name]} add up over"
             " divided dimensions, in an order that depends on the devices: use adamw, or --parallel.reduction fast."
         )
+        found.append(Finding("exact", message, fast, "--optimizer.name"))
     freeze = getattr(config.model, "freeze", "none")
     if freeze != "none":
-        found.append(f"--model.freeze is {freeze}, which exact mode does not know yet: train everything, or use --parallel.reduction fast.")
+        message = f"--model.freeze is {freeze}, which exact mode does not know yet: train everything, or use --parallel.reduction fast."
+        found.append(Finding("exact", message, fast, "--model.freeze"))
     if config.parallel.exact_memory == "lean":
         found += _lean_refusals(config, num_replicas)
     return found
 
 
-def _lean_refusals(config: RunConfig, num_replicas: int) -> list[str]:
-    lean, found = "--parallel.exact-memory lean", []
+def _lean_refusals(config: RunConfig, num_replicas: int) -> list[Finding]:
+    lean, copy, found = "--parallel.exact-memory lean", {"--parallel.exact-memory": "copy"}, []
     if config.parallel.policy != "fsdp":
-        found.append(
+        message = (
             f"{lean} gathers weights block by block, but policy {config.parallel.policy} keeps them whole: use --parallel.policy fsdp, or"
             " --parallel.exact-memory copy."
         )
+        found.append(Finding("exact", message, copy, "--parallel.exact-memory"))
     if num_replicas == 1:
-        found.append(
+        message = (
             f"{lean} needs at least 2 replicas, but there is 1: a program for a single device is compiled in another way and has"
             " other bits. Use --parallel.exact-memory copy in a run of its own, or more devices."
         )
+        found.append(Finding("exact", message, copy, "--parallel.exact-memory"))
     if config.train.microbatch_size is not None:
-        found.append(
+        message = (
             f"{lean} does not accumulate inside a virtual worker, but --train.microbatch-size is {config.train.microbatch_size}: leave it"
             " out, and use more virtual workers (--parallel.virtual-workers) for smaller batches."
         )
+        found.append(Finding("exact", message, {"--train.microbatch-size": None}, "--train.microbatch-size"))
     return found
 
 

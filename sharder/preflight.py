@@ -1,103 +1,51 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 
 import numpy as np
 
-from sharder.config import LANGUAGE_MODELS, Pi0Config, RunConfig, UserError
-from sharder.data.open import open_datasets, open_order
+from sharder.accounting import account_workers, batch_findings
+from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
 from sharder.exactness import refusals, untested
-from sharder.sharding.plan import Indivisible, Plan
+from sharder.finding import Finding, Refused, applied, as_arguments
+from sharder.sharding.divisible import Machine, Remedies, divisors, parameter_findings
+from sharder.sharding.mesh import MeshShape, resolve_mesh_shape
+from sharder.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
-class Accounting:
-    """How a global batch is made up: slots x replicas x microbatch_size."""
+class Surroundings:
+    """What is known of the machine and the data; what is None is not known and not checked."""
 
-    num_replicas: int
-    microbatch_size: int
-    num_slots: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.num_replicas * self.microbatch_size * self.num_slots
-
-    @property
-    def slot_size(self) -> int:
-        return self.num_replicas * self.microbatch_size
-
-    def __str__(self) -> str:
-        return (
-            f"{self.microbatch_size} examples per replica and slot x {self.num_replicas} replicas x {self.num_slots} slots"
-            f" = {self.global_batch_size} examples per step"
-        )
-
-
-def account_batch(config: RunConfig, num_replicas: int) -> Accounting:
-    """Raises UserError where the global batch does not divide, naming the nearest that do."""
-    batch, micro = config.train.global_batch_size, config.train.microbatch_size
-    unit = num_replicas * (micro or 1)
-    if batch % unit:
-        below, above = batch // unit * unit, -(-batch // unit) * unit
-        nearest = " or ".join(str(n) for n in (below, above) if n)
-        per_replica = f" x --train.microbatch-size {micro}" if micro else ""
-        raise UserError(
-            f"--train.global-batch-size is {batch}, which does not divide over {num_replicas} replicas{per_replica}: use {nearest}."
-        )
-    return Accounting(num_replicas, micro or batch // num_replicas, 1 if micro is None else batch // unit)
+    machine: Machine | None = None
+    platform: str | None = None
+    mesh_error: str | None = None
+    """Why the degrees do not fit the devices; the plan is then that of the degrees asked for."""
+    data_error: str | None = None
+    """Why the dataset cannot be read."""
+    num_examples: int | None = None
+    """Of the training split."""
+    state_bytes: int | None = None
+    """Of the whole state, undivided, as a checkpoint holds it."""
+    free_bytes: int | None = None
+    """Of the disk that checkpoints go to."""
+    num_saved: int = 0
+    """Checkpoints that lie there already."""
+    predict_bytes: Callable[[RunConfig], int | None] | None = None
+    """Memory of a device that a step would need; None where the configuration does not work on these devices."""
+    memory_bytes: int | None = None
+    """Of a device."""
 
 
-@dataclass(frozen=True)
-class WorkerAccounting(Accounting):
-    """How a global batch is made up in exact mode: every slot is one virtual worker on each replica."""
-
-    num_microbatches: int
-    """Accumulation slots inside a worker."""
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.num_microbatches * super().global_batch_size
-
-    @property
-    def slot_size(self) -> int:
-        return self.num_microbatches * super().slot_size
-
-    def __str__(self) -> str:
-        inside = f" x {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
-        return (
-            f"exact: {self.num_replicas * self.num_slots} virtual workers of {self.microbatch_size}{inside} examples, {self.num_slots}"
-            f" on each of {self.num_replicas} replicas = {self.global_batch_size} examples per step"
-        )
-
-
-def account_workers(config: RunConfig, num_replicas: int) -> WorkerAccounting:
-    """Raises UserError where virtual workers do not fit the replicas or the batch, naming what would."""
-    batch, workers, micro = config.train.global_batch_size, config.parallel.virtual_workers, config.train.microbatch_size
-    if workers % num_replicas:
-        if num_replicas & (num_replicas - 1):
-            fits = [1 << i for i in range(num_replicas.bit_length())]
-            raise UserError(f"exact mode needs a power of two of replicas, but there are {num_replicas}: use one of {fits}.")
-        raise UserError(
-            f"--parallel.virtual-workers is {workers}, which does not divide over {num_replicas} replicas: a run of {workers} virtual"
-            f" workers cannot grow beyond {workers} replicas. Use {num_replicas} or more in a new run, or fewer replicas."
-        )
-    if batch % workers:
-        nearest = " or ".join(str(n) for n in (batch // workers * workers, -(-batch // workers) * workers) if n)
-        raise UserError(f"--train.global-batch-size is {batch}, which does not divide into {workers} virtual workers: use {nearest}.")
-    size = batch // workers
-    if micro and size % micro:
-        fits = [m for m in range(1, size + 1) if size % m == 0]
-        raise UserError(
-            f"--train.microbatch-size is {micro}, which does not divide the {size} examples of a virtual worker: use one of {fits}."
-        )
-    return WorkerAccounting(num_replicas, micro or size, workers // num_replicas, size // (micro or size))
-
-
-def account(config: RunConfig, num_replicas: int) -> Accounting:
-    """The accounting of the run's mode."""
-    return (account_workers if config.parallel.reduction == "exact" else account_batch)(config, num_replicas)
+def settle_mesh(config: RunConfig, num_devices: int, num_local: int) -> tuple[MeshShape, str | None]:
+    """The mesh, or the one that was asked for and why these devices cannot form it."""
+    try:
+        return resolve_mesh_shape(config.parallel, num_devices, num_local), None
+    except UserError as error:
+        asked = config.parallel
+        return MeshShape(asked.data or 1, asked.fsdp or 1, asked.tensor), str(error)
 
 
 def settle_reduction(config: RunConfig, plan: Plan, platform: str, memory_bytes: int | None) -> tuple[RunConfig, str | None]:
@@ -108,8 +56,8 @@ def settle_reduction(config: RunConfig, plan: Plan, platform: str, memory_bytes:
     """
     if config.parallel.reduction != "auto":
         return config, None
-    exact = with_reduction(config, "exact")
-    reasons = [untested(exact, platform, metadata.version("jax")), *refusals(exact, plan.mesh.num_replicas, metadata.version("jax"))]
+    exact, version = with_reduction(config, "exact"), metadata.version("jax")
+    reasons = [untested(exact, platform, version), *(f.message for f in refusals(exact, plan.mesh.num_replicas, version))]
     try:
         account_workers(exact, plan.mesh.num_replicas)
     except UserError as error:
@@ -140,90 +88,110 @@ def _copy_does_not_fit(plan: Plan, memory_bytes: int | None) -> str | None:
     )
 
 
-def indivisible_dimensions(plan: Plan) -> list[str]:
-    """One finding for each logical axis that does not divide, naming the parameters that have it."""
-    groups: dict[tuple, list[Indivisible]] = {}
-    for item in plan.indivisible():
-        groups.setdefault((item.axis, item.dim_size, item.factor), []).append(item)
+def findings(config: RunConfig, plan: Plan, known: Surroundings = Surroundings()) -> list[Finding]:
+    """What stands between this configuration and a run."""
     found = []
-    for (axis, size, factor), items in groups.items():
-        first, paths = items[0], list(dict.fromkeys(item.path for item in items))
-        nearest = " or ".join(str(n) for n in (size // factor * factor, -(-size // factor) * factor) if n)
-        found.append(
-            f"{axis} is {size}, which does not divide into {factor}: {len(paths)} parameter(s) have it, the first is {first.path},"
-            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {nearest}, or {_other_degrees(plan, size, first)}"
-            + (f", or accept whole copies with --parallel.replicate {' '.join(paths)}" if first.by_fsdp else "")
-        )
-    return found
-
-
-def _other_degrees(plan: Plan, size: int, item: Indivisible) -> str:
-    """The degrees of the mesh axis at fault that would divide a dimension of this size."""
-    if not item.by_fsdp:
-        fits = [d for d in range(1, plan.mesh.tensor + 1) if plan.mesh.tensor % d == 0 and size % d == 0]
-        return f"--parallel.tensor one of {fits}"
-    tensor = item.factor // plan.mesh.fsdp
-    fits = [d for d in range(1, plan.mesh.num_replicas + 1) if plan.mesh.num_replicas % d == 0 and size % (d * tensor) == 0]
-    return f"--parallel.fsdp one of {fits}"
-
-
-def findings(config: RunConfig, plan: Plan) -> list[str]:
-    """What stands between this configuration and a run, each with the numbers and the way out."""
-    found = indivisible_dimensions(plan)
-    found += [
-        f"{path}: shape {plan.leaves[path].decl.shape}, axes {plan.leaves[path].decl.axes}: would be whole on every device although"
-        f" the policy is {plan.policy}; accept that with --parallel.replicate {path}"
-        for path in plan.undivided()
-        if path not in config.parallel.replicate
-    ]
-    found += [
-        f"--parallel.replicate {path}: the model has no such parameter; it has {', '.join(plan.leaves)}"
-        for path in config.parallel.replicate
-        if path not in plan.leaves
-    ]
-    if plan.mesh.tensor > 1 and not plan.rules.tensor:
-        found.append(
-            f"--parallel.tensor is {plan.mesh.tensor}, but this model has no axis that tensor parallelism divides: every group"
-            " would compute the same thing. Make it 1."
-        )
+    if known.mesh_error is not None:
+        found.append(Finding("mesh", known.mesh_error, Remedies(config, plan, known.machine).degrees, "--parallel"))
+    found += parameter_findings(config, plan, known.machine)
     found += refusals(config, plan.mesh.num_replicas, metadata.version("jax"))
-    try:
-        account(config, plan.mesh.num_replicas)
-    except UserError as error:
-        found.append(str(error))
-    return found + config_findings(config)
+    # How many replicas there will be is open where the mesh is.
+    found += batch_findings(config, plan.mesh.num_replicas, known.num_examples) if known.mesh_error is None else []
+    found += _sequence(config) + _offload(config, known)
+    if known.data_error is not None:
+        found.append(Finding("data", known.data_error, set_at="--data"))
+    sound = known.mesh_error is None and not plan.indivisible()
+    return found + _disk(config, known) + (_memory(config, plan, known) if sound else [])
 
 
-def config_findings(config: RunConfig) -> list[str]:
-    """What can be said without a mesh."""
+def check(config: RunConfig, plan: Plan, known: Surroundings = Surroundings()) -> None:
+    """Raises one UserError with all findings."""
+    found = findings(config, plan, known)
+    if found:
+        raise Refused(found)
+
+
+def _sequence(config: RunConfig) -> list[Finding]:
     if not isinstance(config.model, LANGUAGE_MODELS) or config.data.seq_len <= config.model.max_seq_len:
         return []
-    return [
+    message = (
         f"--data.seq-len is {config.data.seq_len}, more than the {config.model.max_seq_len} positions of"
         " --model.max-seq-len: raise the one or lower the other."
-    ]
+    )
+    return [Finding("sequence", message, {"--data.seq-len": config.model.max_seq_len}, "--data.seq-len", factor=config.model.max_seq_len)]
 
 
-def data_findings(config: RunConfig) -> list[str]:
-    """Why the data cannot be trained on, if so; they are opened for it, but for robots' (`sharder data inspect` does that)."""
-    if isinstance(config.model, Pi0Config):
+def _offload(config: RunConfig, known: Surroundings) -> list[Finding]:
+    if config.model.remat != "offload" or known.platform != "cpu":
         return []
-    try:
-        training, _ = open_datasets(config)
-        open_order(config, training)
-    except UserError as error:
-        return [str(error)]
-    return []
+    message = "--model.remat is offload, but a CPU has no second memory to keep activations in: use --model.remat block."
+    return [Finding("remat", message, {"--model.remat": "block"}, "--model.remat")]
 
 
-def check(config: RunConfig, plan: Plan, others: Sequence[str] = ()) -> None:
-    """Raises one UserError with all findings, and with `others` where there are any."""
-    found = findings(config, plan)
-    tell([*found, *others] if found else [])
+def num_retained(config: RunConfig) -> int:
+    """The most checkpoints that lie on disk at once: those kept, and one that is being written."""
+    keep, steps = config.checkpoint, config.train.steps
+    num_saves = steps // keep.every + 1 if keep.every else 1
+    return min(num_saves, keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0))
 
 
-def tell(found: list[str]) -> None:
-    """Raises one UserError with all findings, where there are any."""
-    if found:
-        counted = "1 reason why" if len(found) == 1 else f"{len(found)} reasons why"
-        raise UserError(f"{counted} this run cannot start:\n" + "\n".join(f"- {x}" for x in found))
+def _disk(config: RunConfig, known: Surroundings) -> list[Finding]:
+    """Checkpoints that would not fit. What is there already occupies its place, and is replaced by what is kept."""
+    if known.state_bytes is None or known.free_bytes is None:
+        return []
+    room = known.free_bytes // known.state_bytes + known.num_saved
+    if num_retained(config) <= room:
+        return []
+    keep, gigabyte = config.checkpoint, 1e9
+    message = (
+        f"up to {num_retained(config)} checkpoints of {known.state_bytes / gigabyte:.3f} GB would lie on disk at once, but there are"
+        f" {known.free_bytes / gigabyte:.3f} GB free beside {known.num_saved} saved: "
+    )
+    if room < 2:
+        return [Finding("disk", message + "choose another --run-dir, or free space there.", set_at="--run-dir")]
+    nearest: dict[str, int | None] = {"--checkpoint.keep-last": min(keep.keep_last, room - 1)}
+    if keep.keep_every:
+        left = room - 1 - nearest["--checkpoint.keep-last"]
+        nearest["--checkpoint.keep-every"] = config.train.steps // (left + 1) + 1 if left else None
+    return [Finding("disk", f"{message}use {' '.join(as_arguments(nearest))}, or another --run-dir.", nearest, next(reversed(nearest)))]
+
+
+def _memory(config: RunConfig, plan: Plan, known: Surroundings) -> list[Finding]:
+    """A prediction beyond the memory of a device, and the least change that would fit by the same prediction."""
+    if known.predict_bytes is None or known.memory_bytes is None:
+        return []
+    needed = known.predict_bytes(config)
+    if needed is None or needed <= known.memory_bytes:
+        return []
+    mesh, share = plan.mesh, config.train.global_batch_size // _num_shares(config, plan)
+    message = (
+        f"a device would need {needed / 1e9:.3f} GB by prediction, but has {known.memory_bytes / 1e9:.3f} GB: policy {plan.policy},"
+        f" mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, microbatches of {config.train.microbatch_size or share}."
+    )
+    for change in _savings(config, plan, share):
+        size = known.predict_bytes(applied(config, change))
+        if size is not None and size <= known.memory_bytes:
+            return [Finding("memory", f"{message} Use {' '.join(as_arguments(change))}: {size / 1e9:.3f} GB.", change, "--parallel.policy")]
+    way = " No policy, remat policy or microbatch brings that down far enough: use more devices."
+    return [Finding("memory", message + way, set_at="--parallel.policy")]
+
+
+def _num_shares(config: RunConfig, plan: Plan) -> int:
+    """How many parts the global batch is in before it is divided into microbatches."""
+    return config.parallel.virtual_workers if config.parallel.reduction == "exact" else plan.mesh.num_replicas
+
+
+def _savings(config: RunConfig, plan: Plan, share: int) -> Iterator[dict[str, object]]:
+    """Changes that save memory, the least first: more microbatches, remat, policies, all of these."""
+    micro = config.train.microbatch_size or share
+    smaller = [m for m in divisors(share) if m < micro]
+    yield from ({"--train.microbatch-size": m} for m in reversed(smaller[-3:]))
+    divided = {"--parallel.data": 1, "--parallel.fsdp": plan.mesh.num_replicas, "--parallel.tensor": plan.mesh.tensor}
+    policies = [{"--parallel.policy": "zero"}, {"--parallel.policy": "fsdp"}, {"--parallel.policy": "fsdp", **divided}]
+    least = ({"--train.microbatch-size": 1} if smaller else {}) | ({} if config.model.remat == "block" else {"--model.remat": "block"})
+    yield {"--model.remat": "block"}
+    yield from policies
+    yield least
+    yield from (policy | least for policy in policies)
+    if config.parallel.reduction == "exact":
+        yield policies[-1] | least | {"--parallel.reduction": "fast"}

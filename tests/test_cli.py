@@ -245,3 +245,25 @@ def test_processes_that_do_not_meet_are_named_not_aborted(tmp_path):
     setting = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     result = sharder("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.bringup-timeout-s", "2", **setting)
     assert result.returncode == 2 and "process 1 did not meet process 0 at 127.0.0.1:9" in result.stderr
+
+
+def test_check_prints_all_findings_as_json_and_nothing_else():
+    done = sharder("check", "gpt", "--cluster.cpu-devices", "10", "--parallel.fsdp", "2", "--parallel.tensor", "5", "--json")
+    printed = json.loads(done.stdout)
+    assert done.returncode == 2 and set(printed) == {"findings", "plan", "accounting"}
+    told = {(f["rule"], f["path"], f["factor"]) for f in printed["findings"]}
+    heads, mlp = ("attn_out", "q", "q_bias"), ("mlp_in", "mlp_in_bias", "mlp_out")
+    assert {("heads", f"blocks/{p}", 5) for p in heads} | {("dimension", f"blocks/{p}", 5) for p in mlp} <= told
+
+
+def test_check_without_findings_prints_plan_and_accounting_as_json():
+    done = sharder("check", RECIPE, "--cluster.cpu-devices", "4", "--json")
+    printed = json.loads(done.stdout)
+    assert done.returncode == 0 and printed["findings"] == []
+    assert printed["plan"]["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1} and printed["accounting"]["global_batch_size"] == 16
+
+
+def test_check_shows_who_holds_what_and_writes_a_figure(tmp_path):
+    done = sharder("check", RECIPE, "--cluster.cpu-devices", "4", "--show", "--param", "blocks/q", "--out", tmp_path / "plan.svg")
+    assert done.returncode == 0 and "blocks/q" in done.stdout and "by strategy" in done.stdout
+    assert (tmp_path / "plan.svg").exists()

@@ -15,7 +15,8 @@ ROOT = Path(sharder.__file__).parent
 RANKS = [
     {"fields"},
     {"config", "events", "stop"},
-    {"exactness", "facts", "identity", "lock", "recipes", "rendezvous"},
+    {"finding"},
+    {"accounting", "exactness", "facts", "identity", "lock", "recipes", "rendezvous"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},

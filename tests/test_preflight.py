@@ -3,12 +3,18 @@ import dataclasses
 import pytest
 from small import small, needs_tested_jax
 
+from sharder.accounting import account_batch
 from sharder.config import UserError
 from sharder.models.build import declare
-from sharder.preflight import account_batch, check, findings, settle_reduction
+from sharder.preflight import check, settle_reduction
+from sharder.preflight import findings as structured
 from sharder.recipes import load_recipe
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import make_plan
+
+
+def findings(config, plan):
+    return [finding.message for finding in structured(config, plan)]
 
 
 def planned(config, mesh):

@@ -72,3 +72,27 @@ def write_assets(folder: Path, training: Dataset) -> None:
         from sharder.data.open_robot import write_assets as write
 
         write(folder, training)
+
+
+COUNTED_BYTES = 1 << 28
+"""Texts up to this size are looked through to count their examples; counting reads them, as training will."""
+
+
+def count_examples(config: RunConfig) -> int | None:
+    """Examples of the training split, or None where counting takes more than a look: tokens, rows of parquet, large texts,
+    episodes.
+
+    Raises UserError where the source does not fit the model, or the data cannot be found.
+    """
+    data = config.data
+    if isinstance(config.model, Pi0Config) and (data.path or data.mixture):
+        return None
+    if isinstance(config.model, MlpConfig | Pi0Config) or data.source not in ("auto", "text"):
+        return len(open_datasets(config)[0])
+    from sharder.data.corpus import open_corpus
+
+    corpus = open_corpus(data)
+    if data.tokenizer is not None or corpus.has_parquet or sum(getattr(s, "num_bytes", 0) for s in corpus.sources) > COUNTED_BYTES:
+        return None
+    training, _ = corpus.split(data.validation_split, data.validation_fraction)
+    return training.count_windows(training.num_bytes, "bytes", data.seq_len)

@@ -55,6 +55,11 @@ def whole_over_tensor_text(plan: Plan) -> str | None:
     return f"whole on each of the {degree} devices of a tensor group, on purpose, since {degree} does not divide it: {', '.join(found)}" if found else None
 
 
+def whole_bytes(state: StateLeaves) -> int:
+    """Of the undivided state, as a checkpoint holds it."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype, _ in state.values())
+
+
 def to_json(plan: Plan, state: StateLeaves) -> dict:
     """plan.json: mesh, policy, layouts and bytes of every parameter, and bytes per device of the whole state at rest.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from sharder import __version__, checkpoint, cluster
+from sharder.accounting import account
 from sharder.config import RunConfig
 from sharder.data.dataset import Dataset
 from sharder.data.loader import open_loader
@@ -21,10 +22,11 @@ from sharder.events import EventLog
 from sharder.exactness import untested
 from sharder.instrument.hardware import peak_flops
 from sharder.models.freeze import describe as describe_frozen
-from sharder.preflight import account, with_reduction
+from sharder.preflight import with_reduction
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
+from sharder.train.description import state_leaves
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.exact import ExactStep
 from sharder.train.initial_weights import initialise, with_sizes_of_weights
@@ -33,7 +35,7 @@ from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.run_dir import Attempt, Resume, RunLock, begin, no_room, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
 from sharder.train.setup import Setup, prepare
-from sharder.train.state import TrainState, by_path, create_state, declare_state
+from sharder.train.state import TrainState, by_path, create_state
 from sharder.train.step import compile_step
 from sharder.train.stepping import Stepper
 
@@ -59,7 +61,7 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
         cluster.shutdown()
         return 0
-    setup = prepare(config)
+    setup = prepare(config, run_dir=run_dir)
     config = setup.config
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     order = open_order(config, training)
@@ -153,9 +155,7 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     }
     for name in begin(attempt, config, facts):
         print(f"an {'unreadable checkpoint' if name.endswith('.damaged') else 'unfinished save'} was set aside as checkpoints/{name}")
-    specs = {p: s.spec for p, s in by_path(setup.state_shardings).items()}
-    leaves = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, setup.declared)).items()}
-    plan = to_json(setup.plan, leaves)
+    plan = to_json(setup.plan, state_leaves(config, setup.declared, setup.plan))
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
     write_assets(run_dir / "assets", training)
     if setup.declared.frozen:

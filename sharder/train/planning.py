@@ -9,47 +9,69 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from sharder.accounting import account
 from sharder.config import RunConfig
 from sharder.data.open import example_shapes
+from sharder.finding import Refused
 from sharder.instrument import machine, show, topology
 from sharder.instrument.hardware import find_accelerator
 from sharder.instrument.machine import Prediction, Step
 from sharder.instrument.memory import measured_bytes
-from sharder.models.build import declare
-from sharder.preflight import Accounting, WorkerAccounting, account, check, data_findings, settle_reduction, tell
-from sharder.sharding.mesh import resolve_mesh_shape
-from sharder.sharding.plan import make_plan
+from sharder.sharding import figure, grid
+from sharder.sharding.divisible import Machine
 from sharder.sharding.show import explain
 from sharder.train.abstract import lower_abstract
-from sharder.train.setup import prepare
-from sharder.train.state import by_path, declare_state, state_specs
+from sharder.train.description import describe_step
+from sharder.train.inspection import Inspection, inspect, inspect_here
+from sharder.train.setup import prepare, set_up
 
 
-def describe_step(config: RunConfig, num_devices: int, num_local: int, platform: str = "gpu") -> Step:
-    """What a step of this run is made of on so many devices. Raises UserError with all findings.
+def inspect_for(config: RunConfig, topology_name: str | None) -> Inspection:
+    """On the devices of this run, or on a machine by name, of which memory is known, and neither disk nor data."""
+    if topology_name is None:
+        return inspect_here(config, Path.cwd())
+    target = topology.parse_topology(topology_name)
+    jax.config.update("jax_platforms", "cpu")
+    there = Machine(target.num_devices, target.devices_per_host)
+    return inspect(config, there, "gpu", target.accelerator.memory_bytes, predict=True)
 
-    `--parallel.reduction auto` is fast on a machine that is not there: exact mode is not tested on such.
+
+def check_json(config: RunConfig, topology_name: str | None) -> int:
+    """Prints findings, plan and accounting as JSON, and nothing else. Returns 0, or 2 where there are findings."""
+    inspection = inspect_for(config, topology_name)
+    print(json.dumps(inspection.to_json(), indent=1))
+    return 2 if inspection.findings else 0
+
+
+def check_show(config: RunConfig, topology_name: str | None, param: str | None, out: Path | None) -> int:
+    """Prints who holds what of a parameter and of the batch, and bytes by strategy; with `out` as a figure too. Returns 0.
+
+    Raises UserError with all findings, after the picture where the plan has one.
     """
-    shape = resolve_mesh_shape(config.parallel, num_devices, num_local)
-    declared = declare(config.model)
-    plan = make_plan(declared.params, declared.rules, config.parallel, shape)
-    config, _ = settle_reduction(config, plan, platform, None)
-    check(config, plan)
-    specs = by_path(state_specs(config, declared, plan))
-    state = {p: (x.shape, str(x.dtype), specs[p]) for p, x in by_path(declare_state(config, declared)).items()}
-    accounting: Accounting = account(config, shape.num_replicas)
-    inside = accounting.num_microbatches if isinstance(accounting, WorkerAccounting) else 0
-    return Step(config, declared, plan, state, example_shapes(config), accounting.microbatch_size, accounting.num_slots, inside)
+    inspection = inspect_for(config, topology_name)
+    accounting = inspection.accounting()
+    if inspection.sound and accounting is not None:
+        arguments = inspection.plan, config.parallel, accounting.slot_size, param
+        if out is not None:
+            figure.check_format(out)
+        _console().print(grid.show(*arguments))
+        if out is not None:
+            figure.draw(*arguments, out)
+    if inspection.findings:
+        raise Refused(inspection.findings)
+    return 0
 
 
 def check_here(config: RunConfig, compiles: bool, report: Path | None = None) -> int:
     """Plan, batch and memory on the devices of this run; with `compiles` the compiled step beside them. Returns 0.
 
-    Raises UserError with all findings; where only the data are at fault, after the plan was shown.
+    Raises UserError with all findings, after the plan where it has one.
     """
     console, devices = _console(), jax.devices()
-    of_data = data_findings(config)
-    setup = prepare(config, others=of_data)
+    inspection = inspect_here(config, Path.cwd())
+    if inspection.findings and inspection.sound:
+        print_whole_numbers(console, explain(inspection.plan))
+    setup = set_up(inspection, devices)
     step = describe_step(setup.config, len(devices), jax.local_device_count(), devices[0].platform)
     accelerator = find_accelerator(devices[0].device_kind)
     prediction = machine.predict_step(step, accelerator, jax.local_device_count())
@@ -70,7 +92,6 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None) ->
     if accelerator is not None:
         print(show.time_text(prediction, compiled, accelerator))
     write(report, prediction, compiled)
-    tell(of_data)
     return 0
 
 

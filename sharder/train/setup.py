@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharder.accounting import WorkerAccounting, account
 from sharder.cluster import decide, device_memory_bytes
-from sharder.config import RunConfig, UserError
+from sharder.config import RunConfig
 from sharder.data.loader import BatchLayout, WorkerLayout
-from sharder.models.build import Declared, declare
-from sharder.preflight import WorkerAccounting, account, check, config_findings, settle_reduction, tell
-from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
-from sharder.sharding.plan import Plan, make_plan
+from sharder.finding import Refused
+from sharder.models.build import Declared
+from sharder.sharding.divisible import Machine
+from sharder.sharding.mesh import make_mesh
+from sharder.sharding.plan import Plan
+from sharder.train.inspection import Inspection, inspect
 from sharder.train.state import TrainState, shardings, state_specs
 
 
@@ -41,27 +45,26 @@ class Setup:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None, others: Sequence[str] = ()) -> Setup:
-    """Mesh over `devices` (default: all; they need not be there), declared parameters, plan, the mode settled, and preflight.
-    Raises UserError with all findings, and with `others` where there are any."""
+def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None, run_dir: Path | None = None) -> Setup:
+    """Mesh over `devices` (default: all; they need not be there), declared parameters, plan, the mode settled, and preflight;
+    with `run_dir`, disk, memory and data too. Raises UserError with all findings."""
     devices = devices or jax.devices()
     num_local = sum(d.process_index == devices[0].process_index for d in devices)
-    try:
-        shape = resolve_mesh_shape(config.parallel, len(devices), num_local)
-    except UserError as error:
-        tell([str(error), *config_findings(config), *others])
-    declared = declare(config.model)
-    plan = make_plan(declared.params, declared.rules, config.parallel, shape)
+    machine, here = Machine(len(devices), num_local), run_dir is not None
     # One answer for all processes, whose machines may differ.
     memory_bytes = decide(lambda: {"bytes": device_memory_bytes()})["bytes"]
-    config, why_fast = settle_reduction(config, plan, devices[0].platform, memory_bytes)
-    check(config, plan, others)
-    if config.model.remat == "offload" and devices[0].platform == "cpu":
-        raise UserError("--model.remat is offload, but a CPU has no second memory to keep activations in: use block.")
-    mesh = make_mesh(shape, devices)
-    accounting, workers = account(config, shape.num_replicas), None
+    return set_up(inspect(config, machine, devices[0].platform, memory_bytes, run_dir, predict=here), devices)
+
+
+def set_up(inspection: Inspection, devices: Sequence[jax.Device]) -> Setup:
+    """Raises UserError with all findings, where there are any."""
+    if inspection.findings:
+        raise Refused(inspection.findings)
+    config, plan, declared = inspection.config, inspection.plan, inspection.declared
+    mesh = make_mesh(plan.mesh, devices)
+    accounting, workers = account(config, plan.mesh.num_replicas), None
     batch = BatchLayout(mesh, accounting.num_slots, accounting.slot_size)
     if isinstance(accounting, WorkerAccounting):
         workers = WorkerLayout(mesh, accounting.num_slots, accounting.slot_size, accounting.num_microbatches)
     state_shardings = shardings(state_specs(config, declared, plan), mesh)
-    return Setup(config, declared, plan, mesh, batch, workers, state_shardings, why_fast)
+    return Setup(config, declared, plan, mesh, batch, workers, state_shardings, inspection.why_fast)

@@ -86,7 +86,7 @@ def test_offloading_is_refused_where_there_is_no_second_memory():
     from sharder.train.setup import prepare
 
     config = small()
-    with pytest.raises(UserError, match="--model.remat is offload.*use block"):
+    with pytest.raises(UserError, match="--model.remat is offload.*use --model.remat block"):
         prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, remat="offload")))
 
 

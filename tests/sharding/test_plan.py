@@ -85,7 +85,7 @@ def test_what_divides_is_no_finding():
 def test_indivisible_dimension_is_reported_with_the_way_out():
     model = MlpConfig(input_dim=8, hidden_dim=18, num_layers=2, output_dim=8)
     config = RunConfig(model=model, parallel=ParallelConfig(policy="fsdp"))
-    text = "\n".join(findings(config, model_plan(model, MeshShape(1, 8, 1), policy="fsdp")))
+    text = "\n".join(f.message for f in findings(config, model_plan(model, MeshShape(1, 8, 1), policy="fsdp")))
     for part in ("blocks/bias", "(2, 18)", "is 18", "into 8", "16 or 24", "--parallel.replicate"):
         assert part in text
 
@@ -95,7 +95,7 @@ def test_heads_that_tensor_parallelism_cannot_divide_are_reported(policy):
     model = TransformerConfig(embed_dim=48, num_heads=3, mlp_dim=64)
     config = RunConfig(model=model, parallel=ParallelConfig(policy=policy, tensor=2))
     plan = model_plan(model, MeshShape(1, 4, 2), policy=policy, tensor=2)
-    assert any("heads is 3, which does not divide into 2" in text for text in findings(config, plan))
+    assert any("heads is 3, which does not divide into 2" in f.message for f in findings(config, plan))
 
 
 def test_replicate_keeps_a_parameter_whole_in_all_layouts():

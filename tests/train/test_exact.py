@@ -14,7 +14,7 @@ from sharder.data.loader import read_step
 from sharder.data.open import open_datasets
 from sharder.data.synthetic import SyntheticTokens
 from sharder.data.order import Order
-from sharder.preflight import account_workers
+from sharder.accounting import account_workers
 from sharder.train.exact import ExactStep
 from sharder.train.fingerprint import combine, numpy_digest
 from sharder.train.setup import prepare

@@ -160,6 +160,6 @@ def test_weight_decay_is_decoupled_and_masked_for_every_optimizer(name):
 @pytest.mark.parametrize("name, word", [("adafactor", "means over rows"), ("muon", "matrix products")])
 def test_exact_mode_refuses_optimizers_that_sum_over_divided_dimensions(name, word):
     config = replace(small(), optimizer=OptimizerConfig(name=name), parallel=ParallelConfig(reduction="exact"))
-    assert f"--optimizer.name is {name} in exact mode, but its {word}" in refusals(config, 2, "0.10.2")[0]
+    assert f"--optimizer.name is {name} in exact mode, but its {word}" in refusals(config, 2, "0.10.2")[0].message
     assert refusals(replace(config, parallel=ParallelConfig(reduction="fast")), 2, "0.10.2") == []
     assert refusals(replace(config, optimizer=OptimizerConfig()), 2, "0.10.2") == []

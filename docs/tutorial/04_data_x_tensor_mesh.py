@@ -105,7 +105,7 @@ def teach(lesson: Lesson) -> pyplot.Figure:
     for i, (name, sizes) in enumerate(held.items()):
         axis.bar(np.arange(NUM_DEVICES) + (i - 1.5) * 0.2, sizes, 0.2, label=name)
     axis.set_xticks(range(NUM_DEVICES), [f"device {i}" for i in range(NUM_DEVICES)])
-    axis.set(ylabel="elements", title=f"One tensor ({B}, {D}) on a 2 x 4 mesh, by placement")
+    axis.set(ylabel="elements", ylim=(0, 1.35 * x.size), title=f"One tensor ({B}, {D}) on a 2 x 4 mesh, by placement")
     axis.legend(ncols=2)
     return figure
 

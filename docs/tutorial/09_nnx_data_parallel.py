@@ -81,7 +81,8 @@ def place(lesson: Lesson, mesh: Mesh, pair: tuple[NextByte, nnx.Optimizer]) -> N
     lesson.check("device_put_alone_changes_no_model", devices() == 1, "the model's kernel is still on one device")
     nnx.update(pair, placed)
     lesson.check("update_puts_them_in", devices() == NUM_DEVICES, f"the kernel is on {devices()} devices")
-    whole = all(a.sharding.is_fully_replicated for a in jax.tree.leaves(nnx.state(pair)))
+    shardings = [a.sharding for a in jax.tree.leaves(nnx.state(pair))]
+    whole = all(s.is_fully_replicated and len(s.device_set) == NUM_DEVICES for s in shardings)
     lesson.check("everything_is_replicated", whole, "weights, moments and counter, whole on each device")
 
 

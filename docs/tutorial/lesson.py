@@ -99,7 +99,7 @@ def run(teach: Callable[[Lesson], pyplot.Figure]) -> None:
     try:
         figure = teach(lesson)
         figure.tight_layout()
-        figure.savefig(out / f"{lesson.name}.svg", metadata={"Date": None})
+        figure.savefig(out / f"{lesson.name}.svg", metadata={"Date": None}, bbox_inches="tight")
     except Exception as error:
         traceback.print_exc()
         lesson.check("lesson_ran_to_its_end", False, f"{type(error).__name__}: {error}"[:160])

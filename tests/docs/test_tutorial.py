@@ -32,7 +32,9 @@ CASES = {
 def start(script: Path, out: Path) -> subprocess.CompletedProcess:
     # A lesson finds its devices by itself, and JAX_PLATFORMS=cpu must not be needed.
     kept = {k: v for k, v in environment().items() if k != "JAX_PLATFORMS"}
-    return subprocess.run([sys.executable, str(script), "--out", str(out)], env=kept, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, str(script), "--out", str(out)], env=kept, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -59,8 +61,8 @@ PLANTED = {
         {"true": "ok", "skipped": "skipped", "refused": "ok"},
         0,
     ),
-    "lesson.check('false', 2 < 1, '2'); lesson.refused('accepted', lambda: 1, 'x'); lesson.refused('other', lambda: 1 / 0, 'x')": (
-        {"false": "failed", "accepted": "failed", "other": "failed"},
+    "lesson.check('no', 2 < 1, '2'); lesson.refused('accepted', lambda: 1, 'x'); lesson.refused('other', lambda: 1 / 0, 'x')": (
+        {"no": "failed", "accepted": "failed", "other": "failed"},
         1,
     ),
     "lesson.check('true', 2 > 1, '2'); 1 / 0": ({"true": "ok", "lesson_ran_to_its_end": "failed"}, 1),

@@ -25,7 +25,7 @@ from sharder.sharding.policy import LAYOUTS
 from sharder.sharding.show import to_json
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SEEDS = ROOT / "docs" / "seeds.md"
 COMPARISONS = [ROOT / "docs" / "from-openpi.md", ROOT / "docs" / "from-maxtext.md"]
 STATE = re.compile(r"done|issue [3-9]")
@@ -139,14 +139,16 @@ def problem_of_sharder(arguments: tuple[str, ...]) -> str | None:
 
 
 def problem_of_command(command: str) -> str | None:
-    """A whole line, `sharder ...` or `make ...`."""
+    """A whole line, `sharder ...`, `make ...` or `python ...` with a program of ours."""
     program, *rest = shlex.split(command, comments=True) or [""]
     if program == "sharder":
         return problem_of_sharder(tuple(rest))
+    if program == "python" and rest and (ROOT / rest[0]).is_file():
+        return None
     targets = re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.M)
     if program == "make" and rest and set(rest) <= set(targets):
         return None
-    return f"{command!r} is neither a command of sharder nor a target of the Makefile"
+    return f"{command!r} is neither a command of sharder, nor a target of the Makefile, nor a program of ours"
 
 
 def options_of_train() -> set[str]:
@@ -193,7 +195,7 @@ def dead_links(path: Path) -> list[str]:
 
 def commands_in_blocks(text: str) -> list[str]:
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
-    return [line for block in blocks for line in block.splitlines() if line.startswith(("sharder ", "make "))]
+    return [line for block in blocks for line in block.splitlines() if line.startswith(("sharder ", "make ", "python "))]
 
 
 GOOD = {
@@ -230,7 +232,7 @@ def test_a_true_row_has_no_problem():
         ({"command": "`sharder eval runs/a --sim metaworld`"}, "--sim"),
         ({"command": "`sharder launch --processes 2 -- train tiny_lm --steps 3`"}, "--steps"),
         ({"command": "`make nothing`"}, "nor a target"),
-        ({"command": "`python train.py`"}, "nor a target"),
+        ({"command": "`python train.py`"}, "nor a program of ours"),
         ({"state": "issue 2"}, "from 3 to 9"),
         ({"state": "issue 10"}, "from 3 to 9"),
         ({"state": "almost"}, "neither done"),

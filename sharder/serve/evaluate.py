@@ -27,11 +27,9 @@ def evaluate_run(config: RunConfig, run_dir: Path, step: int | None) -> str:
     check_data(run_dir, step, training)
     params = restore_params(setup, run_dir, step)
     loss, num_examples = evaluate(make_eval_step(setup), params, validation, setup)
-    fields = validation_fields(loss)
-    return (
-        f"step {step}: validation loss {fields['validation_loss']:.6f}, perplexity {fields['validation_perplexity']:.4f}"
-        f" over {num_examples} examples; data SHA-256 {validation.fingerprint[:16]}..."
-    )
+    fields = validation_fields(loss, setup.declared.tokens_per_example)
+    perplexity = f", perplexity {fields['validation_perplexity']:.4f}" if "validation_perplexity" in fields else ""
+    return f"step {step}: validation loss {loss:.6f}{perplexity} over {num_examples} examples; data SHA-256 {validation.fingerprint[:16]}..."
 
 
 def check_split(config: RunConfig, run_dir: Path) -> None:

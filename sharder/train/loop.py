@@ -100,7 +100,8 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         state = stepper.dispatch(state, batch, step, loader.wait_s, stop.requested)
         last = step == config.train.steps
         if eval_step is not None and (last or due(step, config.train.validate_every)):
-            record = stepper.drain() | validation_fields(evaluate(eval_step, state.params, validation, setup)[0])
+            loss = evaluate(eval_step, state.params, validation, setup)[0]
+            record = stepper.drain() | validation_fields(loss, setup.declared.tokens_per_example)
             stepper.write_if_due(record)
             stepper.resume_clock()
         if due(step, config.checkpoint.every) and not last:

@@ -57,9 +57,10 @@ def make_record(facts: StepFacts, step: int, metrics: dict[str, np.ndarray], ste
     }
 
 
-def validation_fields(loss: float) -> dict:
-    """Mean validation loss in nats and its exponential."""
-    return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
+def validation_fields(loss: float, per_token: bool) -> dict:
+    """Mean validation loss; per token in nats, and then its exponential too."""
+    perplexity = {"validation_perplexity": math.exp(min(loss, 700.0))} if per_token else {}
+    return {"validation_loss": loss, **perplexity}
 
 
 class Writer(Protocol):

@@ -66,5 +66,6 @@ def test_a_writer_that_cannot_start_stops_nothing(error):
 
 
 def test_perplexity_is_the_exponential_of_the_loss():
-    assert validation_fields(math.log(8.0))["validation_perplexity"] == pytest.approx(8.0)
-    assert math.isfinite(validation_fields(1e6)["validation_perplexity"])
+    assert validation_fields(math.log(8.0), True)["validation_perplexity"] == pytest.approx(8.0)
+    assert math.isfinite(validation_fields(1e6, True)["validation_perplexity"])
+    assert validation_fields(0.5, False) == {"validation_loss": 0.5}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sharder import config as config_module
+from sharder import config, data_config, model_config
 from sharder import recipes
 from sharder.config import (
     CheckpointConfig,
@@ -170,7 +170,8 @@ def test_a_value_out_of_range_is_refused_by_option_and_value(cls, name, value):
 
 def test_every_check_has_a_refused_value():
     checked = set()
-    for call in ast.walk(ast.parse(inspect.getsource(config_module))):
+    modules = (config, data_config, model_config)
+    for call in (node for module in modules for node in ast.walk(ast.parse(inspect.getsource(module)))):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("require", "require_choice") and isinstance(call.args[1], ast.Constant):
             checked.add(call.args[1].value)
     assert len(checked) > 20 and checked <= {f"{SECTION[cls]}.{name}" for cls, name, _ in REFUSED}

@@ -14,6 +14,7 @@ ROOT = Path(sharder.__file__).parent
 # A module imports only from ranks below its own, or from its own folder.
 RANKS = [
     {"fields"},
+    {"data_config", "model_config"},
     {"config", "events", "stop"},
     {"finding"},
     {"accounting", "exactness", "facts", "identity", "lock", "recipes", "rendezvous"},

@@ -120,7 +120,7 @@ def _latest_runs(equations: list[Equation]) -> dict[int, int]:
     latest: dict[int, int] = {}
     makers: dict = {}
     for i, e in enumerate(equations):
-        needed = frozenset().union(*(makers.get(v, frozenset()) for v in e.inputs if not isinstance(v, Literal)))
+        needed = frozenset().union(*(makers.get(v, frozenset()) for v in _variables(e)))
         if e.name in PRODUCTS:
             for product in needed:
                 latest.setdefault(product, i)
@@ -139,7 +139,7 @@ def _walk(equations: list[Equation], outputs: list, inputs: set, late: dict[int,
                 if e.name in STORES or v in kept:
                     stored_by[v] = i
             if e.name in STORES and e.name not in REDUCES and not _scatters(e):
-                for v in e.inputs:
+                for v in _variables(e):
                     origin = source.get(v, v)
                     if origin in producer and not _free(equations[producer[origin]]) and origin not in stored_by:
                         stored_by[origin] = i  # an operand: fused up to here, stored right before
@@ -153,7 +153,7 @@ def _walk(equations: list[Equation], outputs: list, inputs: set, late: dict[int,
                     # A gradient is scattered where it arises, before it is added to others.
                     last[r] = max(last.get(r, -1), stored_by[r] if _scatters(e) else at)
         if e.name in STORES:
-            for v in e.inputs:
+            for v in _variables(e):
                 origin = source.get(v, v)
                 if origin in stored_by and not _scatters(e):
                     last[origin] = max(last.get(origin, -1), late.get(i, i))
@@ -164,6 +164,11 @@ def _walk(equations: list[Equation], outputs: list, inputs: set, late: dict[int,
     # A value normalised by a reduction is computed by a kernel that reduces and writes: it takes no operand's buffer.
     normalised = {v for v in stored_by if any(_is_reduction(r, equations, producer) for r in roots.get(v, ()))}
     return _sweep(equations, source, stored_by, last, normalised)
+
+
+def _variables(e: Equation) -> list:
+    """Its inputs but for constants."""
+    return [v for v in e.inputs if not isinstance(v, Literal)]
 
 
 def _views(equations: list[Equation]) -> dict:
@@ -218,10 +223,12 @@ def _sweep(equations, source, stored_by, last, normalised) -> Moment:
         results = [v for v in born.get(i, []) if v in e.outputs]
         for v in operands:
             live[v] = origin[v]
-        direct = {source.get(v, v) for v in e.inputs if not isinstance(v, Literal)}
+        direct = {source.get(v, v) for v in _variables(e)}
         reused = 0
         for old, new in _in_place(e):
-            old = source.get(old, old) if not isinstance(old, Literal) else old
+            if isinstance(old, Literal):
+                continue
+            old = source.get(old, old)
             if dying.get(old) == size_of(new):
                 reused += dying.pop(old)
             elif old in operands and last.get(old, -1) <= i and size_of(old) == size_of(new):

@@ -108,3 +108,10 @@ def test_the_total_on_cpu_is_within_a_quarter_of_the_compiled(policy, model):
     )
     compiled = compiled_bytes(lower_abstract(prepare(config)).compile())
     assert memory_of(describe_step(config, 8, 8)).total == pytest.approx(compiled, rel=0.25)
+
+
+def test_a_constant_may_be_what_a_loop_or_a_product_takes():
+    """Dropout draws its mask in a loop that begins with constants."""
+    from sharder.instrument.machine import memory_of
+
+    assert memory_of(described(dropout_rate=0.1)).total > memory_of(described()).total

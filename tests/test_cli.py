@@ -165,7 +165,7 @@ BAD = [
     (["check", "tiny_lm", "--train.global-batch-size", "8192"], "examples, less than one batch of 8192"),
     (
         ["check", "tiny_lm", "--data.path", "nowhere.txt", "--parallel.fsdp", "3", "--data.seq-len", "512"],
-        "3 reasons why this run cannot start: - --parallel.data",
+        "6 reasons why this run cannot start: - --parallel.data",
     ),
     (["train", "tiny_lm", "--run-dir", "/dev/null"], "--run-dir /dev/null is a file, or lies below one"),
     (["launch", "--processes", "2", "--", "train", "tiny_lm", "--run-dir", "x", "--data.path", "nowhere.txt"], "nowhere.txt"),

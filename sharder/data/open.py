@@ -96,3 +96,13 @@ def count_examples(config: RunConfig) -> int | None:
         return None
     training, _ = corpus.split(data.validation_split, data.validation_fraction)
     return training.count_windows(training.num_bytes, "bytes", data.seq_len)
+
+
+def open_examples(config: RunConfig) -> int | None:
+    """Examples of the training split, opened for it as training would; not robots' (`sharder data inspect` does that).
+
+    Raises UserError for all that is wrong with them.
+    """
+    if isinstance(config.model, Pi0Config):
+        return count_examples(config)
+    return len(open_datasets(config)[0])

@@ -10,7 +10,7 @@ import jax
 from sharder import checkpoint, cluster
 from sharder.accounting import Accounting, account
 from sharder.config import RunConfig, UserError
-from sharder.data.open import count_examples
+from sharder.data.open import count_examples, open_examples
 from sharder.finding import Finding
 from sharder.instrument.machine import memory_of
 from sharder.models.build import Declared, declare
@@ -52,10 +52,11 @@ class Inspection:
 
 
 def inspect(
-    config: RunConfig, machine: Machine, platform: str, memory_bytes: int | None, run_dir: Path | None = None, predict: bool = False
-) -> Inspection:
+    config: RunConfig, machine: Machine, platform: str, memory_bytes: int | None, run_dir: Path | None = None,
+    predict: bool = False, opens: bool = False,
+) -> Inspection:  # fmt: skip
     """`memory_bytes`: of a device, held against a prediction with `predict`. `run_dir`: where the run would write (it need not
-    exist); with it the disk and the data of this machine are looked at too."""
+    exist); with it the disk and the data of this machine are looked at too, and with `opens` the data are opened for it."""
     shape, mesh_error = settle_mesh(config, machine.num_devices, machine.num_local)
     declared = declare(config.model)
     plan = make_plan(declared.params, declared.rules, config.parallel, shape)
@@ -64,22 +65,22 @@ def inspect(
     if predict:
         known = replace(known, memory_bytes=memory_bytes, predict_bytes=predictor(machine, platform))
     if run_dir is not None:
-        known = look_around(known, config, run_dir, whole_bytes(state_leaves(config, declared, plan)))
+        known = look_around(known, config, run_dir, whole_bytes(state_leaves(config, declared, plan)), opens)
     sound = mesh_error is None and not plan.indivisible()
     return Inspection(config, declared, plan, why_fast, tuple(findings(config, plan, known)), sound)
 
 
 def inspect_here(config: RunConfig, run_dir: Path) -> Inspection:
-    """On all devices of this run."""
+    """On all devices of this run, with its data opened."""
     machine = Machine(jax.device_count(), jax.local_device_count())
-    return inspect(config, machine, jax.devices()[0].platform, cluster.device_memory_bytes(), run_dir, predict=True)
+    return inspect(config, machine, jax.devices()[0].platform, cluster.device_memory_bytes(), run_dir, predict=True, opens=True)
 
 
-def look_around(known: Surroundings, config: RunConfig, run_dir: Path, state_bytes: int) -> Surroundings:
+def look_around(known: Surroundings, config: RunConfig, run_dir: Path, state_bytes: int, opens: bool) -> Surroundings:
     """What is `known`, and what the disk and the data tell."""
     num_examples, data_error = None, None
     try:
-        num_examples = count_examples(config)
+        num_examples = open_examples(config) if opens else count_examples(config)
     except UserError as error:
         data_error = str(error)
     # Process 0 decides for all: it writes, and another may see a checkpoint more or less.

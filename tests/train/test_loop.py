@@ -254,7 +254,8 @@ def test_the_metrics_line_has_all_fields(tmp_path):
     run(change(small(), train={"steps": 2}), tmp_path / "run")
     record = metrics(tmp_path / "run")[0]
     assert list(record) == [
-        "step", "attempt", "epoch", "loss", "loss_hex", "grad_norm", "grad_norm_hex", "learning_rate", "fingerprint", "num_examples",
+        "step", "attempt", "epoch", "loss", "loss_hex", "grad_norm", "grad_norm_hex", "learning_rate", "fingerprint", "batch_fingerprint",
+        "num_examples",
         "step_time_s", "data_wait_s", "tokens_per_s", "mfu", "mfu_exact", "hfu",
     ]  # fmt: skip
     assert float.fromhex(record["loss_hex"]) == record["loss"] and len(record["fingerprint"]) == 16

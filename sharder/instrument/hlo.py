@@ -177,9 +177,8 @@ def replica_groups(rest: str, num_devices: int) -> np.ndarray | None:
 
 
 def _mesh_groups(axes: str, ids: str | None, transposed: str | None, chosen: str) -> np.ndarray:
-    """Groups of the form mesh['a'=2,'b'=4] {'b'}, where 'b':(2)2 is the part of size 2 of b behind 2 pieces."""
-    if ids is not None or transposed is not None:
-        raise ValueError(f"replica groups over a mesh with a device order of its own: {ids}")
+    """Groups of the form mesh['a'=2,'b'=4] {'b'}, where 'b':(2)2 is the part of size 2 of b behind 2 pieces. Devices stand in
+    their order, or as device_ids=([2,2,2]T(0,2,1)): counted over these dimensions, which are then transposed."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     shape, is_member = [], []
     picks: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -193,7 +192,11 @@ def _mesh_groups(axes: str, ids: str | None, transposed: str | None, chosen: str
             at = before * size
         shape.append(whole // at)
         is_member.append(False)
-    grid = np.arange(math.prod(sizes.values())).reshape(shape)
+    devices = np.arange(math.prod(sizes.values()))
+    if ids is not None:
+        devices = devices.reshape([int(n) for n in ids.split(",")])
+        devices = devices.transpose([int(n) for n in re.findall(r"\d+", transposed)]) if transposed else devices
+    grid = devices.reshape(shape)
     outside = [i for i, m in enumerate(is_member) if not m]
     inside = [i for i, m in enumerate(is_member) if m]
     return grid.transpose(outside + inside).reshape(-1, math.prod(shape[i] for i in inside))

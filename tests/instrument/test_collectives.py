@@ -129,6 +129,8 @@ def test_a_scatter_counts_its_whole_input():
         ("replica_groups={}", ("data", "tensor")),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("tensor",)),
         ("replica_groups=mesh['a'=8] {'a':(1)2}", ("data",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("data",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ("tensor",)),
         ("replica_groups={{0,3},{1,2},{4,7},{5,6}}", ("irregular",)),
     ],
 )

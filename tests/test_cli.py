@@ -30,7 +30,10 @@ def wait_for_step(run_dir, step, process, timeout_s=120):
 
 def start(*arguments, **popen):
     command = [sys.executable, "-m", "sharder", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment(), text=True, preexec_fn=heed, **pipes, **popen)
 
 
 @pytest.fixture(scope="module")

@@ -91,8 +91,9 @@ def test_close_ends_the_workers():
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from sharder.data.pictures import Pictures
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pool = Pictures((16, 16), num_workers=2)
 print(*[w.process.pid for w in pool._workers], flush=True)
 time.sleep(60)

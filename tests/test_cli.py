@@ -213,7 +213,8 @@ def limited(*arguments, file_bytes):
 def test_a_save_without_room_ends_with_one_message_and_the_next_attempt_sets_it_aside(tmp_path):
     arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "1", "--cluster.compile-cache", "off")
     full = limited(*arguments, file_bytes=200_000)
-    assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
+    # tensorstore's own threads may print meanwhile that their event loop is closed.
+    assert full.returncode == 2 and full.stderr.count("error: ") == 1, full.stderr
     assert "checkpoints/5 cannot be written" in full.stderr and "there is no whole checkpoint yet" in full.stderr
     again = sharder(*arguments)
     assert again.returncode == 0 and "unfinished save was set aside as checkpoints/5" in again.stdout

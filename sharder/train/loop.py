@@ -32,7 +32,7 @@ from sharder.train.exact import ExactStep
 from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.own_files import with_kept_tokenizer
-from sharder.train.run_dir import Attempt, Resume, RunLock, begin, no_room, open_attempt
+from sharder.train.run_dir import Attempt, Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_state
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, by_path, create_state
@@ -42,11 +42,14 @@ from sharder.train.stepping import Stepper
 
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
-    cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
+    # The compiler's settings come first, and those of a run that goes on are the run's.
+    cluster.initialize(config.cluster, exact=mode_asked_for(run_dir, config) == "exact")
     lock = RunLock(run_dir)
     try:
         return run(config, run_dir, resume, stop, lock)
     except OSError as error:
+        if not is_about_room(run_dir, error):
+            raise
         raise no_room(run_dir, error) from error
     finally:
         lock.release()

@@ -1,6 +1,8 @@
 """The folder of a run: begun once, resumed by attempts, never overwritten."""
 
+import errno
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
@@ -77,6 +79,13 @@ def finished_saves(events: list[dict]) -> set[int]:
     return finished
 
 
+def mode_asked_for(run_dir: Path, config: RunConfig) -> str:
+    """`--parallel.reduction`, where auto is that of a run which exists already."""
+    if config.parallel.reduction != "auto" or not is_run(run_dir):
+        return config.parallel.reduction
+    return read_config(run_dir).parallel.reduction
+
+
 def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
     """Decides where an attempt begins; touches nothing that exists. Raises UserError where it must not begin."""
     if not is_run(run_dir):
@@ -85,10 +94,8 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
         return Attempt(run_dir, 1, None, config.parallel.reduction)
     if resume == "never":
         raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
-    was = read_config(run_dir)
-    if config.parallel.reduction == "auto":
-        config = replace(config, parallel=replace(config.parallel, reduction=was.parallel.reduction))
-    differ = differences(was, config)
+    config = replace(config, parallel=replace(config.parallel, reduction=mode_asked_for(run_dir, config)))
+    differ = differences(read_config(run_dir), config)
     if differ:
         listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
         raise UserError(f"{run_dir} was started with other settings:{listed}\nUse those, or another --run-dir.")
@@ -113,6 +120,13 @@ def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:
         f"{run_dir} holds no checkpoint that can be read, although {had}; in {checkpoint.folder(run_dir)} there is:"
         f" {', '.join(others) or 'nothing'}. Restore one with its manifest.json under its step's name, or begin again in another --run-dir."
     )
+
+
+def is_about_room(run_dir: Path, error: OSError) -> bool:
+    """Whether a file of the run could not be written; a lost connection or a missing data file is another matter."""
+    if isinstance(error, checkpoint.SaveFailed) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return True
+    return isinstance(error.filename, str | os.PathLike) and Path(error.filename).resolve().is_relative_to(run_dir.resolve())
 
 
 def no_room(run_dir: Path, error: OSError) -> UserError:

@@ -1,5 +1,6 @@
 """The folder of a run: who may use it, and what a damaged one is told."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,8 +9,8 @@ import sys
 import pytest
 from small import small
 
-from sharder.config import UserError, to_dict
-from sharder.train.run_dir import RunLock, finished_saves, no_room, open_attempt
+from sharder.config import ParallelConfig, UserError, to_dict
+from sharder.train.run_dir import RunLock, finished_saves, is_about_room, mode_asked_for, no_room, open_attempt
 
 
 def begun(run_dir, events=(), manifests=()):
@@ -95,6 +96,30 @@ def test_the_end_of_an_attempt_finishes_its_save():
     end = [{"kind": "save", "step": 12}, {"kind": "end", "step": 12}]
     killed = [{"kind": "start"}, {"kind": "save", "step": 15}, {"kind": "start"}, {"kind": "save", "step": 15}]
     assert finished_saves(SAVED + end + killed) == {5, 10, 12}
+
+
+@pytest.mark.parametrize(
+    "error, about_room",
+    [
+        (OSError(28, "No space left on device"), True),
+        (PermissionError(13, "Permission denied", "RUN/metrics.jsonl"), True),
+        (FileNotFoundError(2, "No such file or directory", "data/episode.mp4"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+    ],
+    ids=str,
+)
+def test_only_what_concerns_the_files_of_a_run_is_about_room(tmp_path, error, about_room):
+    if error.filename:
+        error.filename = error.filename.replace("RUN", str(tmp_path))
+    assert is_about_room(tmp_path, error) == about_room
+
+
+def test_auto_is_the_mode_of_a_run_that_exists(tmp_path):
+    auto = dataclasses.replace(small(), parallel=ParallelConfig())
+    assert mode_asked_for(tmp_path, auto) == "auto"
+    exact = dataclasses.replace(small(), parallel=ParallelConfig(reduction="exact"))
+    (tmp_path / "config.json").write_text(json.dumps({"config": to_dict(exact)}))
+    assert mode_asked_for(tmp_path, auto) == "exact" and mode_asked_for(tmp_path, small()) == "fast"
 
 
 def test_no_room_names_the_file_the_last_checkpoint_and_what_to_do(tmp_path):

@@ -319,49 +319,9 @@ def data(arguments: list[str]) -> int:
 
 def weights(arguments: list[str]) -> int:
     """Import, export or check weights of other libraries and trainers; `sharder weights --help` lists how."""
-    if arguments[:1] in (["check"], ["-h"], ["--help"]) or any(a.split("=")[0] == "--out" for a in arguments):
-        from sharder.weights.command import run as convert  # pi0, from and to openpi's checkpoints
+    from sharder.weights.command import run
 
-        return convert(arguments)
-    usage = "sharder weights import FOLDER RECIPE --run-dir DIR [options], or sharder weights export RUN FOLDER [--step N]"
-    action, rest = split_name(arguments, "import or export", usage)
-    if action == "export":
-        run, rest = split_name(rest, "RUN", usage)
-        folder, rest = split_name(rest, "FOLDER", usage)
-
-        def export(step: int | None = None) -> int | None:
-            """
-            Args:
-                step: Checkpoint; unset: the latest.
-            """
-            return step
-
-        step = tyro.cli(export, args=rest, prog="sharder weights export", description=weights.__doc__)
-        from sharder.facts import read_config
-        from sharder.serve.weights import export_weights
-
-        print(export_weights(read_config(Path(run)), Path(run), step, Path(folder)))
-        return 0
-    if action != "import":
-        raise UserError(f"there is no {action!r} of weights. Usage: {usage}")
-    from sharder.recipes import load_recipe
-
-    folder, rest = split_name(rest, "FOLDER", usage)
-    name, rest = split_name(rest, "RECIPE", usage)
-    default = load_recipe(name)
-
-    def command(run_dir: Path, config: WithConfig = default) -> tuple:
-        """
-        Args:
-            run_dir: Folder of the run to begin.
-        """
-        return run_dir, config
-
-    run_dir, config = tyro.cli(command, args=rest, prog="sharder weights import", description=weights.__doc__)
-    from sharder.serve.weights import import_weights
-
-    print(import_weights(config, Path(folder), run_dir))
-    return 0
+    return run(arguments)
 
 
 def demo(arguments: list[str]) -> int:

@@ -93,9 +93,18 @@ COMMANDS = {"import": import_, "export": export, "check": check}
 def run(arguments: list[str]) -> int:
     """Raises UserError where there is no such command."""
     rows = "\n".join(f"  sharder weights {name:8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{rows}\nLlama: sharder weights import FOLDER RECIPE --run-dir DIR, sharder weights export RUN FOLDER")
-        return 0 if arguments else 2
-    if arguments[0] not in COMMANDS:
-        raise UserError(f"there is no command weights {arguments[0]!r}:\n{rows}")
-    return COMMANDS[arguments[0]](arguments[1:])
+    rows += "\nLlama: sharder weights import FOLDER RECIPE --run-dir DIR, sharder weights export RUN FOLDER"
+    if not arguments:
+        raise UserError(f"import, export or check is missing:\n{rows}")
+    if arguments[0] in ("-h", "--help"):
+        print(rows)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise UserError(f"there is no command weights {name!r}:\n{rows}")
+    # openpi's weights go to a folder of weights, Llama's to a run.
+    if name != "check" and not any(a.split("=")[0] in ("--out", "-h", "--help") for a in rest):
+        from sharder.weights import llama
+
+        return {"import": llama.import_, "export": llama.export}[name](rest)
+    return COMMANDS[name](rest)

@@ -10,7 +10,7 @@ from sharder.config import LlamaConfig, UserError
 from sharder.events import read_json_lines
 from sharder.models.build import declare
 from sharder.models.llama_weights import write_params
-from sharder.serve.weights import export_weights, import_weights
+from sharder.weights.runs import export_weights, import_weights
 from sharder.stop import StopRequest
 from sharder.train.loop import train
 
@@ -60,8 +60,8 @@ def test_the_command_exports(imported):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("weights",), "import or export is missing"),
-        (("weights", "merge"), "there is no 'merge' of weights"),
+        (("weights",), "import, export or check is missing"),
+        (("weights", "merge"), "there is no command weights 'merge'"),
         (("weights", "import", "nowhere", "llama_tiny", "--run-dir", "x"), "nowhere has no config.json"),
         (("weights", "export", "nowhere", "x"), "nowhere is not a run"),
     ],

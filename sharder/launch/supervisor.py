@@ -93,11 +93,15 @@ def forward_signals(workers: list[Worker]) -> None:
 def watch(workers: list[Worker]) -> int:
     """Waits until all have ended, or one has failed and the rest is ended; returns the exit code of the run.
 
-    That is the code of the first that failed; -6 counts last, since peers of a dead process abort with it.
+    That is the code of the first that failed; -6 counts last, since peers of a dead process abort with it, and of several
+    that ended within one look a signal counts first, since a peer of a killed process may still find words for its own end.
     """
     failed_at = None
+    order: list[int] = []
     while True:
         codes = [w.process.poll() for w in workers]
+        ended = [i for i, code in enumerate(codes) if code not in (None, 0) and i not in order]
+        order += sorted(ended, key=lambda i: codes[i] > 0)
         if all(code is not None for code in codes):
             break
         if failed_at is None and any(code not in (None, 0) for code in codes):
@@ -106,10 +110,10 @@ def watch(workers: list[Worker]) -> int:
             kill([w for w, code in zip(workers, codes) if code is None])
             break
         time.sleep(POLL_S)
-    failed = [(w, code) for w, code in zip(workers, codes) if code not in (None, 0)]
-    if not failed:
+    if not order:
         return 0
-    culprit, code = min(failed, key=lambda x: x[1] == -signal.SIGABRT)
+    first = min(order, key=lambda i: codes[i] == -signal.SIGABRT)
+    culprit, code = workers[first], codes[first]
     if code == 75 or (code == 2 and codes[0] == 2):
         return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

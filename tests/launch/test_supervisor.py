@@ -42,6 +42,23 @@ def test_an_abort_of_a_peer_is_not_the_culprit(capsys, tmp_path):
     assert "process 1 of 2 was ended by SIGKILL" in errors and "the last words" in errors
 
 
+def test_the_first_that_ended_is_the_culprit(monkeypatch, capsys, tmp_path):
+    """A peer of a killed process may end with a code of its own: a save that failed, a stop."""
+    (tmp_path / "log").write_text("the last words")
+    peer = worker(0, "import sys, time; time.sleep(1); sys.exit(2)")
+    assert watch([peer, worker(1, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "log")]) == 1
+    assert "process 1 of 2 was ended by SIGKILL" in capsys.readouterr().err
+
+
+def test_of_two_found_ended_at_once_the_killed_one_is_the_culprit(capsys, tmp_path):
+    (tmp_path / "log").write_text("the last words")
+    workers = [worker(0, "import sys; sys.exit(2)"), worker(1, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "log")]
+    for w in workers:
+        w.process.wait()
+    assert watch(workers) == 1
+    assert "process 1 of 2 was ended by SIGKILL" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", [2, 75])
 def test_the_users_mistakes_and_stops_keep_their_code(code):
     assert watch([worker(0, f"import sys; sys.exit({code})")] * 1) == code

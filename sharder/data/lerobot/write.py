@@ -1,7 +1,9 @@
 """Writes datasets in format v3.0, as LeRobot's own reader accepts them."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -40,6 +42,22 @@ class Encoding:
         return {"crf": str(self.crf), "bf": str(self.max_b_frames), "sc_threshold": "0"}
 
 
+@contextlib.contextmanager
+def _ordinary_threads() -> Iterator[None]:
+    """Run by root, the AV1 encoder makes this thread and its own real-time ones, and whatever this process starts later inherits
+    that: other processes would hardly run any more.
+    """
+    if not hasattr(os, "sched_getscheduler"):
+        yield
+        return
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    yield
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            if os.sched_getscheduler(int(thread.name)) != policy:
+                os.sched_setscheduler(int(thread.name), policy, parameter)
+
+
 class VideoWriter:
     """One video file, to which frames are appended."""
 
@@ -53,6 +71,8 @@ class VideoWriter:
         self._stream.height, self._stream.width, self._stream.pix_fmt = height, width, "yuv420p"
         self._stream.codec_context.gop_size = encoding.key_frame_every
         self._stream.codec_context.time_base = Fraction(1, fps)
+        with _ordinary_threads():
+            self._stream.codec_context.open()
         self.num_frames = 0
 
     def append(self, frames: np.ndarray) -> None:

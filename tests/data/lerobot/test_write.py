@@ -1,6 +1,9 @@
 """What the writer wrote beside the frames: statistics, tasks and the table of episodes, as LeRobot's own files have them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -59,3 +62,21 @@ def test_statistics_are_those_of_the_numbers(made):
 def test_a_folder_that_exists_is_left_alone(made):
     with pytest.raises(UserError, match="exists already"):
         DatasetWriter(made[0], 10, {"action": ["x"]}, {})
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="the encoder does it only when run by root")
+def test_the_encoder_leaves_no_real_time_threads(tmp_path):
+    code = f"""
+import os, pathlib
+import numpy as np
+from sharder.data.lerobot.write import Encoding, VideoWriter
+video = VideoWriter(pathlib.Path({str(tmp_path / "a.mp4")!r}), 30, 64, 64, Encoding("libsvtav1"))
+video.append(np.zeros((40, 64, 64, 3), np.uint8))
+policies = []
+for thread in os.listdir("/proc/self/task"):
+    policies.append(os.sched_getscheduler(int(thread)))
+print(set(policies))
+video.close()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "{0}", result.stdout + result.stderr

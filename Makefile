@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two workers: most of a test is one thread that compiles, or a process that is waited for. A file's tests share its fixtures.
+PYTEST := python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test test-full test-exact test-parity test-latest bench clean
 
@@ -17,7 +19,7 @@ demo: $(VENV)/.ready
 	$(BIN)/sharder demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/$(PYTEST) -m 'not slow'
 
 # With the compilers of machines that are not there (1.3 GB): sharder check --topology.
 $(VENV)/.plan: $(VENV)/.ready
@@ -25,11 +27,12 @@ $(VENV)/.plan: $(VENV)/.ready
 	touch $@
 
 test-full: $(VENV)/.plan
-	$(BIN)/python -m pytest
+	$(BIN)/$(PYTEST) -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m slow
 
 # Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
 test-exact: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
+	$(BIN)/python -m pytest -n 2 -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
 
 # Against the libraries whose models we read; downloads them (torch, transformers).
 test-parity: $(VENV)/.ready
@@ -41,7 +44,7 @@ test-latest:
 	newest=$$(sh scripts/newest_python.sh) && echo "using $$newest" && $$newest -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
 	.venv-latest/bin/python -c 'import sys, jax; print("python", sys.version.split()[0], "jax", jax.__version__)'
-	.venv-latest/bin/python -m pytest -m 'not slow'
+	.venv-latest/bin/$(PYTEST) -m 'not slow'
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/step.py

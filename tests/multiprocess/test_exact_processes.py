@@ -17,8 +17,8 @@ RECIPE = f"{SMALL}:small_dropout"
 EXACT = ("--parallel.reduction", "exact", "--train.steps", "20")
 
 
-def run(run_dir, processes, devices, *options):
-    train = ("train", RECIPE, "--run-dir", run_dir, *EXACT, *options)
+def run(run_dir, processes, devices, *options, recipe=RECIPE):
+    train = ("train", recipe, "--run-dir", run_dir, *EXACT, *options)
     if processes == 1:
         result = sharder(*train, "--cluster.cpu-devices", devices)
     else:
@@ -56,6 +56,15 @@ def test_processes_and_devices_give_the_same_bits(tmp_path, single, processes, d
 @pytest.mark.parametrize("processes, devices", [(2, 1), (2, 4), (4, 1), (4, 2)])
 def test_the_full_matrix_of_processes(tmp_path, single, processes, devices, policy):
     assert_same(run(tmp_path / "run", processes, devices, "--parallel.policy", policy), single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tiny_lm", "mlp"])
+def test_recipes_of_their_own_size_agree_too(tmp_path, recipe):
+    """Kernels choose their tiles by size: what holds for a small model need not hold for a larger one."""
+    whole = run(tmp_path / "whole", 1, 1, recipe=recipe)
+    assert_same(run(tmp_path / "devices", 1, 8, "--parallel.policy", "fsdp", recipe=recipe), whole)
+    assert_same(run(tmp_path / "processes", 2, 2, "--parallel.policy", "zero", "--parallel.data", "2", recipe=recipe), whole)
 
 
 def test_a_resume_on_other_meshes_goes_on_with_the_same_bits(tmp_path, single):

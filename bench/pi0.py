@@ -47,8 +47,9 @@ def whole_model(config, rounds: int) -> None:
     from flax import nnx
 
     from sharder.data.synthetic_robot import SyntheticRobot
-    from sharder.instrument.flops import pi0_example_flops
+    from sharder.instrument.flops import step_flops
     from sharder.instrument.hardware import peak_flops
+    from sharder.instrument.products import products_of
     from sharder.models.build import declare, initial_params
     from sharder.ops.attention_backends import describe_call
 
@@ -71,7 +72,7 @@ def whole_model(config, rounds: int) -> None:
         print_figure("pi0", f"scratch_{name}", scratch, "bytes", how)
         peak = peak_flops(jax.devices()[0].device_kind, model.compute_dtype)
         if peak is not None:
-            print_figure("pi0", f"mfu_{name}", size * pi0_example_flops(model) / seconds / peak, "share of peak", how)
+            print_figure("pi0", f"mfu_{name}", step_flops(products_of(model, 0), size).model / seconds / peak, "share of peak", how)
 
 
 def one_block(tokens: int, dims: tuple[int, int, int], rounds: int) -> None:

@@ -1,6 +1,50 @@
-"""Arithmetic of a training step, counted analytically."""
+"""Arithmetic of a training step, counted analytically: every matrix product of a model, and the convention 6 N D beside it.
 
-from sharder.config import Pi0Config
+A product of (n, d) with (d, f) takes 2 n d f operations. Its backward pass takes as many for the gradient of each operand that
+has one; what activation checkpointing computes again is counted apart. Look-ups, norms, softmax and the optimizer multiply no
+matrices, and count nothing.
+
+    MFU   forward + backward, whatever was computed again (arXiv:2204.02311, appendix B)
+    HFU   with what was computed again
+    6ND   all parameters x all tokens (arXiv:2001.08361, section 2.1): look-ups count, attention's scores do not, and every
+          part of a model is charged for the tokens of all others
+"""
+
+from dataclasses import dataclass
+
+from sharder.config import ModelConfig, RunConfig
+from sharder.instrument.products import Product, products_of
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Of some examples; forward and backward together are the model's own arithmetic."""
+
+    forward: float
+    backward: float
+    recomputed: float
+    """Computed a second time for the backward pass."""
+    forward_visible: float
+    """Of the forward pass, with scores only where the mask lets a query look."""
+
+    @property
+    def model(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> float:
+        return self.model + self.recomputed
+
+
+def step_flops(products: list[Product], num_examples: int) -> StepFlops:
+    """The sum of products, each given for one example, over a step."""
+    total = lambda name: num_examples * sum(getattr(p, name) for p in products)  # noqa: E731
+    return StepFlops(total("forward"), total("backward"), total("recomputed"), total("visible"))
+
+
+def count_step(config: RunConfig) -> StepFlops:
+    """Of one optimizer step of a run, over all devices."""
+    return step_flops(products_of(config.model, config.data.seq_len), config.train.global_batch_size)
 
 
 def step_flops_6nd(num_params: int, num_tokens: int) -> float:
@@ -11,27 +55,11 @@ def step_flops_6nd(num_params: int, num_tokens: int) -> float:
     return 6.0 * num_params * num_tokens
 
 
+def tokens_of_example(model: ModelConfig, seq_len: int) -> int:
+    """Tokens D of 6 N D that an example has: of all its parts, pictures too. An example of the MLP is one."""
+    return max(p.tokens_of_example for p in products_of(model, seq_len))
+
+
 def utilisation(flops: float, step_time_s: float, peak_flops: float | None, num_devices: int) -> float | None:
     """Share of the devices' peak that `flops` in `step_time_s` amounts to, or None without a known peak."""
     return None if peak_flops is None else flops / (step_time_s * peak_flops * num_devices)
-
-
-def pi0_example_flops(config: Pi0Config) -> float:
-    """Forward and backward of one example of pi0 or pi0.5: every matrix product, attention included, embeddings and recomputation not.
-
-    A product of (n, d) with (d, f) takes 2 n d f; the backward pass takes twice the forward's.
-    """
-    vision, cameras = config.vision, len(config.cameras)
-    patches = config.image_size[0] * config.image_size[1] // vision.patch_size**2
-    D, F = vision.embed_dim, vision.mlp_dim
-    encoder = vision.num_layers * (4 * D * D + 2 * D * F + 2 * patches * D) + 3 * vision.patch_size**2 * D + D * config.backbone.embed_dim
-    prefix = cameras * patches + config.max_prompt_len
-    suffix = config.action_horizon + (config.variant == "pi0")
-    total = cameras * patches * encoder
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    for expert, tokens in ((config.backbone, prefix), (config.action_expert, suffix)):
-        weights = expert.embed_dim * H * (2 * N + 2 * K) + 3 * expert.embed_dim * expert.mlp_dim
-        total += config.num_layers * tokens * (weights + 2 * (prefix + suffix) * N * H)
-    small = config.action_expert.embed_dim
-    total += config.action_horizon * small * (2 * config.action_dim + (3 if config.variant == "pi0" else 0) * small)
-    return 3.0 * 2.0 * total

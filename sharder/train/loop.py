@@ -20,7 +20,8 @@ from sharder.data.open import open_datasets, open_order, write_assets
 from sharder.data.order import Order
 from sharder.events import EventLog
 from sharder.exactness import untested
-from sharder.instrument.hardware import peak_flops
+from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
+from sharder.instrument.peak import matrix_ceiling
 from sharder.models.freeze import describe as describe_frozen
 from sharder.preflight import with_reduction
 from sharder.sharding.show import to_json
@@ -148,14 +149,14 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     if jax.process_index() != 0:
         return EventLog(None, attempt.number, jax.process_index())
     device = jax.devices()[0]
-    peak = peak_flops(device.device_kind, config.model.compute_dtype)
+    peak = matrix_ceiling(config.model.compute_dtype)
     facts = {
         "versions": {"sharder": __version__, "jax": jax.__version__},
         "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
         "num_processes": jax.process_count(),
         "data": {"fingerprint": training.fingerprint, "num_examples": len(training)},
-        "peak_flops": peak,
-        "peak_source": None if peak is None else "datasheet",
+        "peak_flops": peak.value,
+        "peak_source": peak.source,
     }
     for name in begin(attempt, config, facts):
         print(f"an {'unreadable checkpoint' if name.endswith('.damaged') else 'unfinished save'} was set aside as checkpoints/{name}")
@@ -192,14 +193,15 @@ def open_writers(config: RunConfig, run_dir: Path, first_step: int) -> list[Writ
 
 
 def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
-    config = setup.config
+    config, flops = setup.config, count_step(setup.config)
+    num_tokens = config.train.global_batch_size * tokens_of_example(config.model, config.data.seq_len)
     return StepFacts(
         global_batch_size=config.train.global_batch_size,
         tokens_per_step=config.train.global_batch_size * config.data.seq_len if setup.declared.tokens_per_example else None,
         steps_per_epoch=order.steps_per_epoch,
-        num_params=setup.declared.num_params,
+        flops={"mfu": step_flops_6nd(setup.declared.num_params, num_tokens), "mfu_exact": flops.model, "hfu": flops.hardware},
         num_devices=jax.device_count(),
-        peak_flops=peak_flops(jax.devices()[0].device_kind, config.model.compute_dtype),
+        peak_flops=matrix_ceiling(config.model.compute_dtype).value,
         state_paths=list(by_path(setup.state_shardings)),
         attempt=attempt.number,
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from sharder.config import LogConfig, RunConfig, to_dict
 from sharder.events import LineFile
-from sharder.instrument.flops import step_flops_6nd, utilisation
+from sharder.instrument.flops import utilisation
 from sharder.train.fingerprint import combine, hex_digest
 
 
@@ -23,7 +23,8 @@ class StepFacts:
     tokens_per_step: int | None
     """None where an example is not a sequence of tokens."""
     steps_per_epoch: int
-    num_params: int
+    flops: dict[str, float]
+    """Of a step by convention: mfu 6ND, mfu_exact the model's own products, hfu with those computed again."""
     num_devices: int
     peak_flops: float | None
     state_paths: list[str]
@@ -35,7 +36,6 @@ def make_record(facts: StepFacts, step: int, metrics: dict[str, np.ndarray], ste
     loss, norm = np.float32(metrics["loss"]), np.float32(metrics["grad_norm"])
     tokens = facts.tokens_per_step
     units = ("examples_per_s", facts.global_batch_size) if tokens is None else ("tokens_per_s", tokens)
-    flops = step_flops_6nd(facts.num_params, facts.global_batch_size if tokens is None else tokens)
     return {
         "step": step,
         "attempt": facts.attempt,
@@ -51,9 +51,7 @@ def make_record(facts: StepFacts, step: int, metrics: dict[str, np.ndarray], ste
         "step_time_s": round(step_time_s, 6),
         "data_wait_s": round(data_wait_s, 6),
         units[0]: round(units[1] / step_time_s, 1),
-        "mfu": utilisation(flops, step_time_s, facts.peak_flops, facts.num_devices),
-        "mfu_exact": None,
-        "hfu": None,
+        **{k: utilisation(flops, step_time_s, facts.peak_flops, facts.num_devices) for k, flops in facts.flops.items()},
     }
 
 

@@ -164,9 +164,9 @@ def export_steps(pieces: Pieces, path: str, num_steps: int) -> None:
         for layer, x in enumerate(x) if parents == ["blocks"] else [("", x)]:
             arrays["/".join(["params", *parents, f"{layer}{leaf}"])] = np.ascontiguousarray(as_torch(leaf, x))
     # PyTorch's own layers form queries, keys and values by one product.
-    for path in [path for path in arrays if path.endswith(("q", "q_bias")) and path.startswith("params/blocks/")]:
-        base, end = path.removesuffix("_bias")[:-1], "_bias" * path.endswith("_bias")
-        arrays[f"{base}qkv{end}"] = np.concatenate([arrays.pop(f"{base}{name}{end}") for name in "qkv"])
+    for name in [name for name in arrays if name.endswith(("q", "q_bias")) and name.startswith("params/blocks/")]:
+        base, end = name.removesuffix("_bias")[:-1], "_bias" * name.endswith("_bias")
+        arrays[f"{base}qkv{end}"] = np.concatenate([arrays.pop(f"{base}{letter}{end}") for letter in "qkv"])
     batches = [pieces.read(step) for step in range(num_steps)]
     rate = schedule(pieces.setup.config.optimizer)
     arrays |= {name: np.stack([batch[name] for batch in batches]).astype(np.int64) for name in ("inputs", "targets")}

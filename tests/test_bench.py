@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small import environment
 
@@ -57,6 +58,17 @@ def test_step_prints_its_figures_with_and_without_torch():
         expected = STEP
     assert set(lines) == expected
     assert all(math.isfinite(line["value"]) for line in lines.values())
+
+
+def test_what_pytorch_needs_is_exported(tmp_path):
+    code = "import sys; from lines import *; export_steps(Pieces(resolve((*OPTIONS, *QUICK))), sys.argv[1], 2)"
+    command = [sys.executable, "-c", code, str(tmp_path / "steps.npz")]
+    done = subprocess.run(command, cwd=BENCH, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    arrays = np.load(tmp_path / "steps.npz")
+    assert arrays["inputs"].shape[0] == arrays["rates"].shape[0] == 2
+    width = arrays["params/embed/tokens"].shape[1]
+    assert arrays["params/blocks/0qkv"].shape == (3 * width, width) and arrays["params/blocks/1qkv_bias"].shape == (3 * width,)
 
 
 @pytest.fixture

@@ -218,35 +218,10 @@ def _verify_leaves(run_a: Path, run_b: Path, step: int | None, as_json: bool) ->
 
 
 def checkpoints(arguments: list[str]) -> int:
-    """List the checkpoints of a run, or recompute a fingerprint from its files."""
+    """List the checkpoints of a run, or verify them."""
+    from sharder.serve.checkpoints import run
 
-    def command(run: tyro.conf.Positional[Path], fingerprint: int | None = None) -> tuple:
-        """
-        Args:
-            run: Folder of the run.
-            fingerprint: Step whose fingerprint is recomputed in numpy from the files.
-        """
-        return run, fingerprint
-
-    run, step = tyro.cli(command, args=arguments, prog="sharder checkpoints", description=checkpoints.__doc__)
-    from sharder import checkpoint
-    from sharder.facts import read_facts
-
-    read_facts(run)
-    if step is not None:
-        from sharder.train.fingerprint import numpy_fingerprint
-
-        step = checkpoint.choose_step(run, step)
-        found, saved = numpy_fingerprint(checkpoint.restore_numpy(run, step)), checkpoint.read_manifest(run, step)["fingerprint"]
-        print(f"step {step}: {found} from the files, {saved} when saved: {'equal' if found == saved else 'DIFFERENT'}")
-        return 0 if found == saved else 1
-    for step in checkpoint.list_steps(run):
-        manifest = checkpoint.read_manifest(run, step)
-        mesh = " x ".join(f"{k} {v}" for k, v in manifest["mesh"].items())
-        print(f"step {step:>8}  {manifest['fingerprint']}  policy {manifest['policy']}, {mesh}, {manifest['num_processes']} process(es)")
-    for name in checkpoint.list_others(run):
-        print(f"{name}: not a checkpoint (unfinished, or its manifest.json cannot be read)")
-    return 0
+    return run(arguments, checkpoints.__doc__)
 
 
 def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list[str]]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +150,36 @@ def decide(choose: Callable[[], dict], timeout_s: int = 60) -> dict:
     if "error" in decision:
         raise UserError(decision["error"])
     return decision["value"]
+
+
+class PeerLost(Exception):
+    """Another process of the run did not answer: it is gone, or stuck."""
+
+
+def exchange(name: str, value: object, timeout_s: float = 300) -> list:
+    """What every process gives under this name, by index; JSON values only. A name is used once; any thread may call.
+
+    Raises PeerLost naming the process that has not given its value within `timeout_s`.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return [value]
+    from jax._src import distributed  # as above
+
+    client, deadline, values = distributed.global_state.client, time.monotonic() + timeout_s, []
+    prefix = f"sharder/exchange/{name}"
+    for index in range(-1, jax.process_count()):
+        try:
+            if index < 0:
+                client.key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(value))
+            else:
+                left_ms = max(int(1000 * (deadline - time.monotonic())), 1)
+                values.append(json.loads(client.blocking_key_value_get(f"{prefix}/{index}", left_ms)))
+        except Exception as error:  # jax raises errors of the backend
+            who = "process 0 cannot be reached" if index < 0 else f"process {index} did not answer within {timeout_s:g} s"
+            raise PeerLost(f"{who} ({name}): {str(error).splitlines()[0][:200]}") from error
+    return values
 
 
 def shutdown() -> None:

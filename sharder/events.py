@@ -1,35 +1,59 @@
 """Events of a run, one JSON line each in RUN_DIR/events.jsonl. Standard library only."""
 
-import errno
 import json
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 
 from sharder.fields import UserError
 
 
+MAX_WAITING_BYTES = 64 << 20
+"""Of lines that a full disk does not take; about a million."""
+
+
 class LineFile:
     """Appends lines to a file, each at once and unbuffered, so that a kill loses at most the line being written.
 
-    Raises OSError naming the file where one cannot be written whole: the disk is full, or a limit on file sizes is reached.
+    Lines that cannot be written (the disk is full, or a limit on file sizes is reached) wait in memory, in order, and are written
+    with the next line that can be; that is said once. Any thread may write.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._file = open(path, "ab", buffering=0)
+        self._lock = threading.Lock()
+        self._waiting = b""
+        self._has_said = False
 
     def write(self, line: str) -> None:
-        content = line.encode() + b"\n"
+        """Raises OSError naming the file where more waits than memory should hold."""
+        with self._lock:
+            self._waiting += line.encode() + b"\n"
+            error = self._flush()
+        if error is not None and len(self._waiting) > MAX_WAITING_BYTES:
+            raise error
+        if error is not None and not self._has_said:
+            self._has_said = True
+            print(f"{error.filename} cannot be written: {error.strerror}. Its lines wait in memory.", file=sys.stderr, flush=True)
+
+    def _flush(self) -> OSError | None:
         try:
-            written = self._file.write(content)
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                self._waiting = self._waiting[written:]
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-        if written != len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            return OSError(error.errno, error.strerror, str(self.path))
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError naming the file where lines are lost."""
+        with self._lock:
+            error = self._flush()
+            self._file.close()
+        if error is not None:
+            raise error
 
 
 class EventLog:

@@ -210,14 +210,20 @@ def limited(*arguments, file_bytes):
     return subprocess.run(list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=300)
 
 
-def test_a_save_without_room_ends_with_one_message_and_the_next_attempt_sets_it_aside(tmp_path):
-    arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "1", "--cluster.compile-cache", "off")
+def test_without_room_training_goes_on_to_the_end_where_the_last_save_fails_with_one_message(tmp_path):
+    arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "1")
+    assert sharder(*arguments, "--train.steps", "4").returncode == 0
     full = limited(*arguments, file_bytes=200_000)
     # tensorstore's own threads may print meanwhile that their event loop is closed.
     assert full.returncode == 2 and full.stderr.count("error: ") == 1, full.stderr
-    assert "checkpoints/5 cannot be written" in full.stderr and "there is no whole checkpoint yet" in full.stderr
+    assert "checkpoints/12 cannot be written" in full.stderr and "the last whole checkpoint is of step 4" in full.stderr
+    assert full.stdout.count("Training goes on, and the next save tries again") == 1 and "checkpoints/5 cannot" in full.stdout
+    failed = [e["step"] for e in read_json_lines(tmp_path / "run" / "events.jsonl")[0] if e["kind"] == "save_failed"]
+    assert failed == [5, 10, 12] and [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["4"]
     again = sharder(*arguments)
-    assert again.returncode == 0 and "unfinished save was set aside as checkpoints/5" in again.stdout
+    assert again.returncode == 0, again.stderr
+    assert [r["step"] for r in metrics(tmp_path / "run")] == [*range(1, 13), *range(5, 13)]
+    assert compare(tmp_path / "run", tmp_path / "run").num_redone == 8
 
 
 def test_a_second_trainer_of_a_run_is_refused(tmp_path):

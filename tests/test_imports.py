@@ -27,8 +27,9 @@ RANKS = [
     {"serve", "sim", "launch", "report", "weights"},
     {"cli", "session"},
 ]
-# The demo compares two runs; a layout serves the ops' protocol; statistics have the bits of process 0 in every process.
-ALLOWED_SIDEWAYS = {("launch", "report"), ("sharding", "ops"), ("data", "cluster")}
+# The demo compares two runs; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint
+# is one for all processes.
+ALLOWED_SIDEWAYS = {("launch", "report"), ("sharding", "ops"), ("data", "cluster"), ("checkpoint", "cluster")}
 
 
 def rank(room: str) -> int:

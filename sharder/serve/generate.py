@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder import checkpoint, cluster
+from sharder.checkpoint.restore import restore
 from sharder.config import LANGUAGE_MODELS, ModelConfig, ParallelConfig, RunConfig, UserError
 from sharder.data.tokenize import Tokenizer, open_tokenizer
 from sharder.models.build import declare, unflatten
@@ -129,7 +130,7 @@ def load_params(plan: Plan, mesh: Mesh, run_dir: Path, step: int) -> dict:
         f"params/{path}": jax.ShapeDtypeStruct(leaf.decl.shape, jnp.dtype(leaf.decl.dtype), sharding=shardings[path])
         for path, leaf in plan.leaves.items()
     }
-    leaves = checkpoint.restore(run_dir, step, target)
+    leaves = restore(run_dir, step, target)
     verify_leaves(run_dir, step, leaves, NamedSharding(mesh, PartitionSpec()))
     return unflatten(leaves)["params"]
 

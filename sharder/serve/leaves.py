@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from sharder import checkpoint
+from sharder.checkpoint.restore import restore_numpy
 from sharder.config import UserError
 
 
@@ -65,7 +66,7 @@ def newest_common_step(run_a: Path, run_b: Path, step: int | None) -> int:
 
 def compare_leaves(run_a: Path, run_b: Path, step: int) -> list[LeafDifference]:
     """The arrays that differ between the checkpoints of a step, parameters first, each kind by path."""
-    a, b = (checkpoint.restore_numpy(run, step) for run in (run_a, run_b))
+    a, b = (restore_numpy(run, step) for run in (run_a, run_b))
     if a.keys() != b.keys():
         raise UserError(f"the checkpoints of step {step} have other leaves: {sorted(a.keys() ^ b.keys())[:5]} are in one only.")
     found = [compare_leaf(path, a[path], b[path]) for path in sorted(a, key=lambda p: (not p.startswith("params/"), p))]

@@ -6,6 +6,7 @@ loader at state.step -> for each step: dispatch, then read the previous step's m
 """
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import jax
 
 from sharder import __version__, checkpoint, cluster
 from sharder.accounting import account
+from sharder.checkpoint.save import Saver
 from sharder.config import RunConfig
 from sharder.data.dataset import Dataset
 from sharder.data.loader import open_loader
@@ -34,7 +36,7 @@ from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.run_dir import Attempt, Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
-from sharder.train.saved import check_data, describe_save, restore_state
+from sharder.train.saved import check_data, describe_save, restore_newest
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, by_path, create_state
 from sharder.train.step import compile_step
@@ -48,6 +50,9 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     lock = RunLock(run_dir)
     try:
         return run(config, run_dir, resume, stop, lock)
+    except cluster.PeerLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         if not is_about_room(run_dir, error):
             raise
@@ -73,31 +78,29 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         check_data(run_dir, attempt.resume_step, training)
     events = open_run(setup, attempt, training, order)
 
-    first_step = attempt.resume_step or 0
-    layout = setup.train_batch
-    loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     if attempt.resume_step is None:
-        state = create_state(config, setup.declared, setup.state_shardings)
+        first_step, state = 0, create_state(config, setup.declared, setup.state_shardings)
         if config.weights.path is not None:
             state, loaded = initialise(state, config, setup.declared.params, setup.state_shardings)
             say("\n".join(x for x in (resized, loaded) if x))
     else:
-        state = restore_state(setup, run_dir, first_step)
+        state, first_step = restore_newest(setup, run_dir, attempt.resume_step, events)
         events.write("restored", first_step)
+    layout = setup.train_batch
+    loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     writers = open_writers(config, run_dir, first_step)
     stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events)
     compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
-    saver = checkpoint.Saver(run_dir, config.checkpoint)
+    saver = Saver(run_dir, config.checkpoint, events, say)
     stop.training()
 
     def save(step: int, state: TrainState) -> None:
         paths, fingerprint = stepper.facts.state_paths, stepper.record["fingerprint"]
         manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
         saver.save(step, by_path(state), manifest)
-        events.write("save", step)
 
-    step, saved = first_step, attempt.resume_step
+    step, saved = first_step, None if attempt.resume_step is None else first_step
     while step < config.train.steps and not stepper.stop_agreed:
         batch = next(loader)
         step += 1
@@ -118,8 +121,12 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     if saved != step:
         save(step, state)
     loader.close()
-    saver.close()
-    return close_run(setup, stepper, writers, events, step, stop)
+    try:
+        saver.close()
+    finally:
+        for writer in writers:
+            writer.close()
+    return close_run(setup, stepper, events, step, stop)
 
 
 def due(step: int, every: int) -> bool:
@@ -158,8 +165,9 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         "peak_flops": peak.value,
         "peak_source": peak.source,
     }
-    for name in begin(attempt, config, facts):
-        print(f"an {'unreadable checkpoint' if name.endswith('.damaged') else 'unfinished save'} was set aside as checkpoints/{name}")
+    set_aside = begin(attempt, config, facts)
+    for name, reason in set_aside:
+        print(f"what is no whole checkpoint was set aside as checkpoints/{name}: {reason}")
     plan = to_json(setup.plan, state_leaves(config, setup.declared, setup.plan))
     checkpoint.write_durably(run_dir / "plan.json", json.dumps(plan, indent=1))
     write_assets(run_dir / "assets", training)
@@ -170,6 +178,8 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         print(note)
     events = EventLog(run_dir, attempt.number)
     events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())
+    for name, reason in set_aside:
+        events.write("set_aside", name=name, reason=reason)
     mesh, size = setup.plan.mesh, plan["bytes_per_device"]
     began = "from the start" if attempt.resume_step is None else f"resumed at step {attempt.resume_step}"
     epoch = f"epoch of {order.steps_per_epoch} steps"
@@ -218,10 +228,8 @@ def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: Even
     stepper.resume_clock()
 
 
-def close_run(setup: Setup, stepper: Stepper, writers: list[Writer], events: EventLog, step: int, stop: StopRequest) -> int:
-    """Closes files, leaves the group, says how it ended; returns the exit code."""
-    for writer in writers:
-        writer.close()
+def close_run(setup: Setup, stepper: Stepper, events: EventLog, step: int, stop: StopRequest) -> int:
+    """Leaves the group, says how it ended; returns the exit code."""
     stopped = step < setup.config.train.steps
     events.write("stopped" if stopped else "end", step, reason=stop.reason or None)
     events.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from sharder import checkpoint
+from sharder.checkpoint.save import SaveFailed
 from sharder.config import RunConfig, UserError, config_hash, to_dict
 from sharder.events import end_with_newline, read_json_lines
 from sharder.facts import is_run, read_config
@@ -67,16 +68,8 @@ class RunLock:
 
 
 def finished_saves(events: list[dict]) -> set[int]:
-    """Steps whose checkpoints were whole, from the events: a later save waits for it, and so does the end of an attempt."""
-    finished, last = set(), None
-    for event in events:
-        step, kind = event.get("step"), event.get("kind")
-        if kind == "start":
-            last = None
-        if kind in ("save", "stopped", "end"):
-            finished |= {last} - {None}
-            last = step if kind == "save" and isinstance(step, int) else None
-    return finished
+    """Steps whose checkpoints were whole, from the events."""
+    return {e["step"] for e in events if e.get("kind") == "saved" and isinstance(e.get("step"), int)}
 
 
 def mode_asked_for(run_dir: Path, config: RunConfig) -> str:
@@ -118,13 +111,13 @@ def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:
     had = f"it saved checkpoints up to step {saved[-1]}" if saved else "it had checkpoints"
     raise UserError(
         f"{run_dir} holds no checkpoint that can be read, although {had}; in {checkpoint.folder(run_dir)} there is:"
-        f" {', '.join(others) or 'nothing'}. Restore one with its manifest.json under its step's name, or begin again in another --run-dir."
+        f" {', '.join(f'{name} ({checkpoint.fault(checkpoint.folder(run_dir) / name)})' for name in others) or 'nothing'}. Restore one with its manifest.json under its step's name, or begin again in another --run-dir."
     )
 
 
 def is_about_room(run_dir: Path, error: OSError) -> bool:
     """Whether a file of the run could not be written; a lost connection or a missing data file is another matter."""
-    if isinstance(error, checkpoint.SaveFailed) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, SaveFailed) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
     return isinstance(error.filename, str | os.PathLike) and Path(error.filename).resolve().is_relative_to(run_dir.resolve())
 
@@ -140,10 +133,10 @@ def no_room(run_dir: Path, error: OSError) -> UserError:
     )
 
 
-def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[str]:
+def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[tuple[str, str]]:
     """Writes config.json with `facts` (versions, devices, data) and mends what a kill left; for process 0 only.
 
-    Returns the names under which unfinished or damaged saves were set aside.
+    Returns the names under which unfinished or damaged saves were set aside, and why.
     """
     attempt.run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl"):

@@ -1,14 +1,19 @@
 """Between a checkpoint and a state: what is recorded with a save, and what is verified at a restore."""
 
+import itertools
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from sharder import __version__, checkpoint
+from sharder import __version__, checkpoint, cluster
+from sharder.checkpoint.folders import DAMAGED, note_verified
+from sharder.checkpoint.restore import restore
 from sharder.config import UserError, config_hash
 from sharder.data.dataset import Dataset
+from sharder.events import EventLog
 from sharder.models.build import unflatten
 from sharder.train.fingerprint import digests, hex_digest
 from sharder.train.setup import Setup
@@ -16,7 +21,7 @@ from sharder.train.state import TrainState, declare_state, from_paths, with_shar
 
 
 def describe_save(setup: Setup, dataset: Dataset, state_paths: list[str], fingerprint: str, leaf_digests: np.ndarray) -> dict:
-    """The manifest of a save, but for what `checkpoint.Saver` adds."""
+    """The manifest of a save, but for what `sharder.checkpoint.save.Saver` adds."""
     config, mesh = setup.config, setup.plan.mesh
     return {
         "fingerprint": fingerprint,
@@ -40,7 +45,7 @@ def check_data(run_dir: Path, step: int, dataset: Dataset) -> None:
     """Raises UserError where the data of a resumed run is not what it was."""
     saved = checkpoint.read_manifest(run_dir, step).get("data")
     if not isinstance(saved, dict) or not {"fingerprint", "num_examples"} <= saved.keys():
-        where = checkpoint.folder(run_dir) / str(step) / "manifest.json"
+        where = checkpoint.entry(run_dir, step) / "manifest.json"
         raise UserError(f"{where} does not say what data the run was trained on. {checkpoint.way_out(run_dir, step)}")
     if (saved["fingerprint"], saved["num_examples"]) != (dataset.fingerprint, len(dataset)):
         raise UserError(
@@ -50,32 +55,79 @@ def check_data(run_dir: Path, step: int, dataset: Dataset) -> None:
         )
 
 
+def restore_newest(setup: Setup, run_dir: Path, step: int, events: EventLog) -> tuple[TrainState, int]:
+    """The state of the checkpoint of `step`, or of the newest before it that is what was saved, and its step. Those that are not
+    are set aside, which is said. Raises UserError where none is good."""
+    damage, newest = [], step
+    while step is not None:
+        try:
+            state = restore_state(setup, run_dir, step)
+            if jax.process_index() == 0:
+                note_verified(checkpoint.entry(run_dir, step))
+            return state, step
+        except checkpoint.Damaged as error:
+            damage.append(str(error))
+        found = cluster.decide(partial(_set_aside, run_dir, step))
+        events.write("set_aside", step, name=found["name"], reason=damage[-1])
+        if jax.process_index() == 0:
+            print(f"{damage[-1]}\nIt was set aside as checkpoints/{found['name']}.", flush=True)
+        step = found["before"]
+    raise UserError(
+        f"no checkpoint of {run_dir} is what was saved, from step {newest} down; all were set aside. Restore one from a copy, or begin"
+        " again in another --run-dir."
+    )
+
+
+def _set_aside(run_dir: Path, step: int) -> dict:
+    """Of process 0: the new name, and the newest whole checkpoint before it."""
+    name = checkpoint.set_aside(checkpoint.entry(run_dir, step), DAMAGED)
+    return {"name": name, "before": max((s for s in checkpoint.list_steps(run_dir) if s < step), default=None)}
+
+
 def restore_state(setup: Setup, run_dir: Path, step: int) -> TrainState:
     """The state of a checkpoint on this mesh, its fingerprints recomputed on the devices and compared.
 
-    Raises UserError naming the leaves that are not what was saved.
+    Raises Damaged naming the leaves that are not what was saved, UserError where it does not fit; in all processes alike.
     """
     abstract = declare_state(setup.config, setup.declared)
-    leaves = checkpoint.restore(run_dir, step, with_shardings(abstract, setup.state_shardings))
-    verify_leaves(run_dir, step, leaves, setup.replicated())
+    leaves = read_together(setup, run_dir, step, with_shardings(abstract, setup.state_shardings))
+    if int(leaves["step"]) != step:
+        raise checkpoint.Damaged(f"{checkpoint.entry(run_dir, step)} is damaged: its state is of step {int(leaves['step'])}.")
     return from_paths(abstract, leaves)
 
 
 def restore_params(setup: Setup, run_dir: Path, step: int) -> dict:
     """The parameters of a checkpoint on this mesh, verified; nothing else is read."""
     wanted = with_shardings(declare_state(setup.config, setup.declared), setup.state_shardings)
-    leaves = checkpoint.restore(run_dir, step, {p: x for p, x in wanted.items() if p.startswith("params/")})
-    verify_leaves(run_dir, step, leaves, setup.replicated())
+    leaves = read_together(setup, run_dir, step, {p: x for p, x in wanted.items() if p.startswith("params/")})
     return unflatten(leaves)["params"]
 
 
+def read_together(setup: Setup, run_dir: Path, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Leaves of a checkpoint, verified. What one process cannot read is an error in all of them: none goes on alone."""
+    leaves, fault = {}, None
+    try:
+        leaves = restore(run_dir, step, target)
+    except checkpoint.Damaged as error:
+        fault = str(error)
+    fault = next(filter(None, cluster.exchange(f"restore/{next(_READS)}", fault)), None)
+    if fault is not None:
+        raise checkpoint.Damaged(fault)
+    verify_leaves(run_dir, step, leaves, setup.replicated())
+    return leaves
+
+
+_READS = itertools.count()
+"""Numbers the restores of this process; all processes take the same ones in the same order."""
+
+
 def verify_leaves(run_dir: Path, step: int, leaves: dict[str, jax.Array], replicated: NamedSharding | None) -> None:
-    """Raises UserError where a leaf is not what was saved; `replicated` places the result over several devices."""
+    """Raises Damaged where a leaf is not what was saved; `replicated` places the result over several devices."""
     found = np.asarray(jax.jit(digests, out_shardings=replicated)(leaves))
     saved = checkpoint.read_manifest(run_dir, step)["leaves"]
     differ = [path for path, digest in zip(sorted(leaves), found) if hex_digest(digest) != saved[path]["fingerprint"]]
     if differ:
-        raise UserError(
-            f"{checkpoint.folder(run_dir) / str(step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"
+        raise checkpoint.Damaged(
+            f"{checkpoint.entry(run_dir, step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"
             f" ({', '.join(differ[:5])}). {checkpoint.way_out(run_dir, step)}"
         )

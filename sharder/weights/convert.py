@@ -4,7 +4,6 @@ A folder of ours holds the orbax item `params` and `manifest.json` (model, finge
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +86,7 @@ def import_weights(path: Path, out: Path, param_dtype: str | None = None) -> str
     write_tree(out / "params", unflatten(leaves))
     described = {f"params/{p}": {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": each[f"params/{p}"]} for p, x in leaves.items()}
     manifest = {"fingerprint": fingerprint, "model": model_to_dict(model), "versions": {"sharder": __version__, "jax": jax.__version__}}
-    checkpoint.write_durably(out / "manifest.json", json.dumps({**manifest, "leaves": described}, indent=1))
+    checkpoint.write_manifest(out, {**manifest, "leaves": described})
     loaded = describe_load(file, leaves, declared.params, fit(file, model, declared.params, "none"))
     return f"{model.variant}{' with LoRA' if model.backbone.lora_rank else ''}, {'/'.join(sorted(dtypes))}\n{loaded}\nfingerprint {fingerprint}, written to {out}"
 

@@ -6,8 +6,11 @@ import jax
 import numpy as np
 
 from sharder import __version__, checkpoint, cluster
+from sharder.checkpoint.restore import restore_numpy
+from sharder.checkpoint.save import Saver
 from sharder.config import LlamaConfig, RunConfig, UserError
 from sharder.data.open import open_datasets
+from sharder.events import EventLog
 from sharder.models.build import declare, unflatten
 from sharder.models.llama_weights import read_params, write_params
 from sharder.train.fingerprint import combine, digests
@@ -49,7 +52,7 @@ def import_weights(config: RunConfig, folder: Path, run_dir: Path) -> str:
     fingerprint = combine(found, list(leaves))
     facts = {"versions": {"sharder": __version__, "jax": jax.__version__}, "weights": str(folder)}
     begin(attempt, config, facts)
-    saver = checkpoint.Saver(run_dir, config.checkpoint)
+    saver = Saver(run_dir, config.checkpoint, EventLog(run_dir, 1))
     saver.save(0, leaves, describe_save(setup, training, list(leaves), fingerprint, found))
     saver.close()
     return f"{run_dir}: step 0 has the weights of {folder}, {setup.declared.num_params:,} parameters, fingerprint {fingerprint}"
@@ -60,6 +63,6 @@ def export_weights(config: RunConfig, run_dir: Path, step: int | None, folder: P
     _, write = _kind(config)
     step = checkpoint.choose_step(run_dir, step)
     wanted = declare(config.model).params
-    saved = checkpoint.restore_numpy(run_dir, step)
+    saved = restore_numpy(run_dir, step)
     write(folder, config.model, {path: saved[f"params/{path}"] for path in wanted})
     return f"{folder}: weights of step {step} of {run_dir}"

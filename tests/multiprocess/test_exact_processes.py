@@ -9,7 +9,7 @@ import pytest
 from small import __file__ as SMALL
 from small import sharder
 
-from sharder import checkpoint
+from sharder.checkpoint.restore import restore_numpy
 from sharder.data.order import Order
 from sharder.report.verify import compare
 
@@ -29,7 +29,7 @@ def run(run_dir, processes, devices, *options, recipe=RECIPE):
 
 def sha256_of_parameters(run_dir):
     digest = hashlib.sha256()
-    for path, x in sorted(checkpoint.restore_numpy(run_dir, 20).items()):
+    for path, x in sorted(restore_numpy(run_dir, 20).items()):
         if path.startswith("params/"):
             digest.update(path.encode() + np.ascontiguousarray(x).tobytes())
     return digest.hexdigest()

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from small import small
 
-from sharder import checkpoint
+from sharder.checkpoint.restore import restore_numpy
 from sharder.config import UserError
 from sharder.config import ParallelConfig
 from sharder.data.tokenize import ByteTokenizer
@@ -116,7 +116,7 @@ def test_loading_replaces_a_fresh_models_logits_bit_for_bit(trained):
     declared = declare(config.model)
     logits = jax.jit(lambda p, t: nnx.merge(declared.graphdef, p)(t))
     tokens = np.arange(32, dtype=np.int32)[None]
-    saved = {p.removeprefix("params/"): x for p, x in checkpoint.restore_numpy(run_dir, 60).items() if p.startswith("params/")}
+    saved = {p.removeprefix("params/"): x for p, x in restore_numpy(run_dir, 60).items() if p.startswith("params/")}
     from sharder.models.build import unflatten
 
     expected = np.asarray(logits(jax.device_put(unflatten(saved)), tokens))

@@ -53,7 +53,7 @@ def test_steps_without_a_partner_are_named(tmp_path):
     for run, steps in (("a", (1, 2)), ("b", (2, 3))):
         for step in steps:
             (checkpoint.folder(tmp_path / run) / str(step)).mkdir(parents=True)
-            (checkpoint.folder(tmp_path / run) / str(step) / "manifest.json").write_text(json.dumps({"step": step, "leaves": {}}))
+            checkpoint.write_manifest(checkpoint.entry(tmp_path / run, step), {"step": step, "leaves": {}})
     assert newest_common_step(tmp_path / "a", tmp_path / "b", None) == 2
     with pytest.raises(UserError, match=r"--step is 3, but both runs have checkpoints of \[2\]"):
         newest_common_step(tmp_path / "a", tmp_path / "b", 3)

@@ -9,23 +9,26 @@ import sys
 import pytest
 from small import small
 
+from sharder import checkpoint
 from sharder.config import ParallelConfig, UserError, to_dict
 from sharder.train.run_dir import RunLock, finished_saves, is_about_room, mode_asked_for, no_room, open_attempt
 
 
 def begun(run_dir, events=(), manifests=()):
-    """A run as its files tell it: `manifests` by name of a folder under checkpoints."""
+    """A run as its files tell it: `manifests` by name of a folder under checkpoints, None for a whole one."""
     run_dir.mkdir()
     (run_dir / "config.json").write_text(json.dumps({"config": to_dict(small())}))
     (run_dir / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     for name, text in dict(manifests).items():
         (run_dir / "checkpoints" / name).mkdir(parents=True)
-        (run_dir / "checkpoints" / name / "manifest.json").write_text(text)
+        if text is None:
+            checkpoint.write_manifest(run_dir / "checkpoints" / name, {"step": int(name), "leaves": {}})
+        else:
+            (run_dir / "checkpoints" / name / "manifest.json").write_text(text)
     return run_dir
 
 
-WHOLE = json.dumps({"step": 5, "leaves": {}})
-SAVED = [{"kind": k, "step": s, "attempt": 1} for k, s in (("start", None), ("save", 5), ("save", 10))]
+SAVED = [{"kind": k, "step": s, "attempt": 1} for k, s in (("start", None), ("save", 5), ("saved", 5), ("save", 10))]
 
 
 def test_a_folder_in_use_is_refused_naming_the_holder(tmp_path):
@@ -68,14 +71,14 @@ def test_a_foreign_folder_gets_no_lock(tmp_path):
 
 
 def test_damaged_events_do_not_stop_a_resume(tmp_path):
-    run_dir = begun(tmp_path / "run", manifests={"5": WHOLE})
+    run_dir = begun(tmp_path / "run", manifests={"5": None})
     (run_dir / "events.jsonl").write_bytes(b'{"attempt": 3}\n\xff\n42\n{"attempt": "x"}\n{"attempt": null}\n')
     assert open_attempt(run_dir, "auto", small()).number == 4
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 10}'])
 def test_a_checkpoint_with_a_damaged_manifest_is_none(tmp_path, content):
-    run_dir = begun(tmp_path / "run", SAVED, {"5": WHOLE, "10": content})
+    run_dir = begun(tmp_path / "run", SAVED, {"5": None, "10": content})
     assert open_attempt(run_dir, "auto", small()).resume_step == 5
 
 
@@ -92,10 +95,9 @@ def test_a_run_that_never_finished_a_save_begins_again(tmp_path):
     assert open_attempt(run_dir, "auto", small()).resume_step is None
 
 
-def test_the_end_of_an_attempt_finishes_its_save():
-    end = [{"kind": "save", "step": 12}, {"kind": "end", "step": 12}]
-    killed = [{"kind": "start"}, {"kind": "save", "step": 15}, {"kind": "start"}, {"kind": "save", "step": 15}]
-    assert finished_saves(SAVED + end + killed) == {5, 10, 12}
+def test_a_save_that_was_begun_is_not_finished():
+    failed = [{"kind": "save", "step": 12}, {"kind": "save_failed", "step": 12}, {"kind": "end", "step": 12}]
+    assert finished_saves(SAVED + failed) == {5}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,6 @@ def test_auto_is_the_mode_of_a_run_that_exists(tmp_path):
 
 
 def test_no_room_names_the_file_the_last_checkpoint_and_what_to_do(tmp_path):
-    run_dir = begun(tmp_path / "run", manifests={"5": WHOLE})
+    run_dir = begun(tmp_path / "run", manifests={"5": None})
     text = str(no_room(run_dir, OSError(28, "No space left on device", "x/metrics.jsonl")))
     assert "x/metrics.jsonl cannot be written: No space left" in text and "of step 5" in text and "Free space on the disk" in text

@@ -1,0 +1,202 @@
+"""Saving while training goes on: the devices' copies are taken at once, all else happens in a thread.
+
+Every process writes its own shards through orbax; what each of them met with is exchanged, so that a checkpoint becomes one for
+all or for none. A save that storage refuses costs nothing but itself: the checkpoints before it stay, and training goes on.
+"""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from sharder.checkpoint.folders import entry, folder, list_steps, read_manifest
+from sharder.checkpoint.manifest import write_manifest
+from sharder.checkpoint.orbax import items, quietly, reason, write_small_arrays_whole
+from sharder.checkpoint.restore import Leaves
+from sharder.checkpoint.retention import remove_others
+from sharder.cluster import exchange
+from sharder.config import CheckpointConfig
+from sharder.events import EventLog
+
+PARTS = ("params", "train_state")
+SAVE_TIMEOUT_S = 1800
+"""How long processes wait for one another's files."""
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+@dataclass
+class _Pending:
+    """A save in flight."""
+
+    step: int
+    copied: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    fault: str | None = None
+    """Why it is none; the same in every process."""
+    lost: BaseException | None = None
+    """Another process is gone."""
+
+
+class Saver:
+    """Writes checkpoints in the background, at most one at a time."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, events: EventLog, say: Callable[[str], None] = print):
+        self.run_dir, self.config, self.events, self.say = run_dir, config, events, say
+        self._pending: _Pending | None = None
+        self._failed: str | None = None
+        """Why the last save asked for is no checkpoint."""
+        self._has_said = False
+
+    def save(self, step: int, leaves: Leaves, manifest: dict) -> None:
+        """Starts a save; returns when the devices' copies are taken, so that the arrays may be donated.
+
+        Where storage refuses it, that is said once, and the next save tries again. Raises PeerLost where a process is gone.
+        """
+        began = time.perf_counter()
+        self.wait()
+        wait_s, self._failed = time.perf_counter() - began, None
+        num_bytes, local_bytes = sum(x.nbytes for x in leaves.values()), bytes_to_copy(leaves)
+        faults = exchange(f"save/{step}/room", no_room(self.run_dir, num_bytes, local_bytes, prepares=jax.process_index() == 0))
+        if any(faults):
+            self._failed_to_save(step, next(filter(None, faults)))
+            return
+        quietly()
+        write_small_arrays_whole()
+        began, self._pending = time.perf_counter(), _Pending(step)
+        target = (leaves, describe(step, leaves, manifest), self._pending)
+        self._pending.thread = threading.Thread(target=self._write, args=target, name="saver")
+        self._pending.thread.start()
+        self._pending.copied.wait()
+        stall_s = time.perf_counter() - began
+        self.events.write("save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6))
+
+    def _write(self, leaves: Leaves, manifest: dict, pending: _Pending) -> None:
+        began, where = time.perf_counter(), entry(self.run_dir, pending.step)
+        try:
+            fault = self._write_own(where, leaves, pending)
+            pending.fault = _first(exchange(f"save/{pending.step}/written", fault, SAVE_TIMEOUT_S))
+            if pending.fault is None:
+                fault = _commit(where, manifest) if jax.process_index() == 0 else None
+                pending.fault = _first(exchange(f"save/{pending.step}/committed", fault, SAVE_TIMEOUT_S))
+            if jax.process_index() == 0 and pending.fault is not None:
+                shutil.rmtree(where, ignore_errors=True)  # what could be written takes room that others may need
+            elif jax.process_index() == 0:
+                self.events.write("saved", pending.step, save_s=round(time.perf_counter() - began, 6))
+                remove_others(self.run_dir, self.config)
+        except BaseException as error:  # noqa: BLE001  raised in the training thread by `wait`
+            pending.lost = error
+        finally:
+            pending.copied.set()
+
+    def _write_own(self, where: Path, leaves: Leaves, pending: _Pending) -> str | None:
+        """Writes this process's shards; returns what went wrong."""
+        try:
+            futures = asyncio.run(_copy(where, leaves))
+            pending.copied.set()
+            for future in futures:
+                future.result()
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            return reason(error)
+        finally:
+            pending.copied.set()
+
+    def _failed_to_save(self, step: int, fault: str) -> None:
+        self._failed = f"{entry(self.run_dir, step)} cannot be written: {fault}"
+        self.events.write("save_failed", step, reason=fault)
+        if not self._has_said:
+            self._has_said = True
+            steps = list_steps(self.run_dir)
+            last = f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
+            self.say(f"{self._failed}; {last}. Training goes on, and the next save tries again.")
+
+    def wait(self) -> None:
+        """Blocks until the save in flight, if any, is whole on disk, or is known not to be. Raises PeerLost."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.thread.join()
+        if pending.lost is not None:
+            raise pending.lost
+        if pending.fault is not None:
+            self._failed_to_save(pending.step, pending.fault)
+
+    def close(self) -> None:
+        """Waits. Raises SaveFailed where the last save is no checkpoint."""
+        self.wait()
+        if self._failed is not None:
+            raise SaveFailed(self._failed)
+
+
+def _first(faults: list[str | None]) -> str | None:
+    return next((f"process {i}: {fault}" if len(faults) > 1 else fault for i, fault in enumerate(faults) if fault), None)
+
+
+async def _copy(where: Path, leaves: Leaves) -> list:
+    """Takes the devices' copies; what is returned writes them."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    futures = []
+    for name, tree in items(leaves).items():
+        futures += await ocp.PyTreeCheckpointHandler().async_save(epath.Path(where / name), args=ocp.args.PyTreeSave(tree))
+    return futures
+
+
+def _commit(where: Path, manifest: dict) -> str | None:
+    """Joins what the processes wrote, and makes it a checkpoint; returns what went wrong."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    try:
+        for name in PARTS:
+            ocp.PyTreeCheckpointHandler().finalize(epath.Path(where / name))
+        write_manifest(where, manifest)
+    except Exception as error:  # as above
+        return reason(error)
+
+
+def describe(step: int, leaves: Leaves, manifest: dict) -> dict:
+    """The whole manifest: with the step, and shape, dtype and fingerprint by leaf."""
+    fingerprints = manifest["leaf_fingerprints"]
+    described = {p: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprints.get(p)} for p, x in leaves.items()}
+    return {"format": 1, "step": step} | {k: v for k, v in manifest.items() if k != "leaf_fingerprints"} | {"leaves": described}
+
+
+def bytes_to_copy(leaves: Leaves) -> int:
+    """What this process takes from its devices: of copies of a shard the first alone is saved."""
+    return sum(s.data.nbytes for x in leaves.values() for s in x.addressable_shards if s.replica_id == 0)
+
+
+def available_bytes() -> int | None:
+    """Memory of this machine that can be had; None where it is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def no_room(run_dir: Path, num_bytes: int, local_bytes: int, prepares: bool) -> str | None:
+    """Why a save is not even begun; None where there is room. Process 0 `prepares` the folders."""
+    available = available_bytes()
+    if available is not None and local_bytes > available:
+        return f"it takes a copy of {local_bytes:,} bytes in host memory, and {available:,} are available"
+    if not prepares:
+        return None
+    try:
+        folder(run_dir).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder(run_dir)).free
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    steps = list_steps(run_dir)
+    # Arrays are compressed: the last checkpoint says better than their bytes what the next one takes.
+    needed = sum(read_manifest(run_dir, steps[-1])["files"].values()) if steps else num_bytes
+    return f"it takes about {needed:,} bytes, and {free:,} are free" if needed > free else None

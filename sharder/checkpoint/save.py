@@ -100,16 +100,17 @@ class Saver:
         """Writes this process's shards; returns what went wrong."""
         try:
             futures = asyncio.run(_copy(where, leaves))
-            pending.copied.set()
-            for future in futures:
-                future.result()
         except Exception as error:  # orbax and tensorstore raise many kinds
             return reason(error)
         finally:
             pending.copied.set()
+        # All of them end before the folder may be removed.
+        return next(filter(None, [_outcome(future) for future in futures]), None)
 
     def _failed_to_save(self, step: int, fault: str) -> None:
         self._failed = f"{entry(self.run_dir, step)} cannot be written: {fault}"
+        if jax.process_index() == 0:
+            shutil.rmtree(entry(self.run_dir, step), ignore_errors=True)  # orbax may have gone on writing when it had failed
         self.events.write("save_failed", step, reason=fault)
         if not self._has_said:
             self._has_said = True
@@ -137,6 +138,14 @@ class Saver:
 
 def _first(faults: list[str | None]) -> str | None:
     return next((f"process {i}: {fault}" if len(faults) > 1 else fault for i, fault in enumerate(faults) if fault), None)
+
+
+def _outcome(future) -> str | None:
+    """Waits; returns what went wrong."""
+    try:
+        future.result()
+    except Exception as error:  # as above
+        return reason(error)
 
 
 async def _copy(where: Path, leaves: Leaves) -> list:

@@ -4,9 +4,11 @@ Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and re
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -292,13 +294,6 @@ def data(arguments: list[str]) -> int:
     return run(arguments)
 
 
-def weights(arguments: list[str]) -> int:
-    """Import, export or check weights of other libraries and trainers; `sharder weights --help` lists how."""
-    from sharder.weights.command import run
-
-    return run(arguments)
-
-
 def demo(arguments: list[str]) -> int:
     """Train, stop half-way, resume, compare with an uninterrupted run, and generate text."""
 
@@ -314,6 +309,16 @@ def demo(arguments: list[str]) -> int:
     return run_demo(tyro.cli(command, args=arguments, prog="sharder demo", description=demo.__doc__))
 
 
+def elsewhere(module: str, doc: str) -> Callable[[list[str]], int]:
+    """A command that a module of its own parses and does, with `run(arguments)`."""
+
+    def command(arguments: list[str]) -> int:
+        return importlib.import_module(module).run(arguments)
+
+    command.__doc__ = doc
+    return command
+
+
 COMMANDS = {
     "recipes": recipes,
     "train": train,
@@ -324,7 +329,12 @@ COMMANDS = {
     "eval": evaluate,
     "generate": generate,
     "data": data,
-    "weights": weights,
+    "weights": elsewhere("sharder.weights.command", "Import, export or check weights of other libraries and trainers; --help lists how."),
+    "profile": elsewhere("sharder.train.profile_command", "Measure where the time of a step goes, by part and by kind of work."),
+    "scale": elsewhere("sharder.study.scaling", "Measure a step on more and more devices, strong or weak."),
+    "study": elsewhere("sharder.study.command", "Measure attention over the length of the sequence, or flags of XLA on the same work."),
+    "report": elsewhere("sharder.report.command", "Draw what runs recorded as one HTML file."),
+    "watch": elsewhere("sharder.report.watch", "Follow a run in the terminal while it goes on."),
     "demo": demo,
 }
 

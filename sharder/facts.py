@@ -8,7 +8,7 @@ from sharder.config import RunConfig, UserError, from_dict
 WAY_OUT = "Restore it from a copy, or use another run."
 
 
-OURS = {"logs", ".lock"}
+OURS = {"logs", ".lock", "profile", "steps"}
 """What a folder may hold before it is a run."""
 
 

@@ -25,6 +25,7 @@ RANKS = [
     {"preflight"},
     {"train"},
     {"serve", "sim", "launch", "report", "weights"},
+    {"study"},
     {"cli", "session"},
 ]
 # The demo compares two runs; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint

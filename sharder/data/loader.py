@@ -98,26 +98,35 @@ def read_step(dataset: Dataset, order: Order, layout: BatchLayout, step: int) ->
     return dataset.read(np.concatenate(ids))
 
 
+def overlap_s(copied: tuple[float, float], since: float) -> float:
+    """Seconds of a copy, given by its beginning and its end, that fall after a moment."""
+    began, ended = copied
+    return max(0.0, ended - max(began, since))
+
+
 class Prefetcher:
     """Iterates over `make(first)`, `make(first + 1)`, ..., computed `depth` ahead in a thread.
 
-    An exception in `make` is raised by `next`. `wait_s` is how long the last `next` had to wait.
+    An exception in `make` is raised by `next`. `wait_s` is how long the last `next` had to wait, `copy_wait_s` how long of that for
+    the copy to the devices.
     """
 
     def __init__(self, make: Callable[[int], object], first: int, depth: int):
         self._queue: queue.Queue = queue.Queue(depth)
         self._stop = threading.Event()
         self._failed: BaseException | None = None
-        self.wait_s = 0.0
+        self.wait_s, self.copy_wait_s = 0.0, 0.0
+        self.copied = (0.0, 0.0)
+        """When `make` last copied to the devices, by perf_counter, if it says so."""
         self._thread = threading.Thread(target=self._run, args=(make, first), name="loader", daemon=True)
         self._thread.start()
 
     def _run(self, make: Callable[[int], object], step: int) -> None:
         while not self._stop.is_set():
             try:
-                item = (make(step), None)
+                item = (make(step), None, self.copied)
             except BaseException as error:  # noqa: BLE001  handed to the consumer, which raises it
-                item = (None, error)
+                item = (None, error, self.copied)
             while not self._stop.is_set():
                 try:
                     self._queue.put(item, timeout=0.1)
@@ -132,7 +141,8 @@ class Prefetcher:
         started = time.perf_counter()
         if self._failed is None:
             assert not self._stop.is_set(), "closed"
-            value, self._failed = self._queue.get()
+            value, self._failed, copied = self._queue.get()
+            self.copy_wait_s = overlap_s(copied, started)
         self.wait_s = time.perf_counter() - started
         if self._failed is not None:
             raise self._failed
@@ -145,7 +155,15 @@ class Prefetcher:
 
 def open_loader(dataset: Dataset, order: Order, layout: BatchLayout, first_step: int, depth: int) -> Prefetcher:
     """Batches on the devices from `first_step` on, without end."""
-    return Prefetcher(lambda step: layout.to_devices(read_step(dataset, order, layout, step)), first_step, depth)
+
+    def make(step: int):
+        local, began = read_step(dataset, order, layout, step), time.perf_counter()
+        batch = layout.to_devices(local)
+        loader.copied = (began, time.perf_counter())
+        return batch
+
+    loader = Prefetcher(make, first_step, depth)
+    return loader
 
 
 def sequential_batches(dataset: Dataset, layout: BatchLayout, limit: int | None) -> Iterator[dict[str, jax.Array]]:

@@ -113,13 +113,19 @@ def layer(
     experts: Mapping[str, ExpertLayer], xs: Streams, conditions: Streams, attend: Attend, positions_BT, mask_BTS, cache, layout: Layout
 ) -> tuple[dict[str, jax.Array], Cache]:
     """One layer over the streams of the given experts, in their order, and its new keys and values (B, T, K, H)."""
+    xs, new = attention(experts, xs, conditions, attend, positions_BT, mask_BTS, cache, layout)
+    return feed_forward(experts, xs, conditions, layout), new
+
+
+def attention(experts, xs, conditions, attend: Attend, positions_BT, mask_BTS, cache, layout: Layout) -> tuple[dict[str, jax.Array], Cache]:
     with jax.named_scope("attention"):
         gates, projected = {}, []
         # Not the order of `xs`: a scan hands dicts over sorted by key.
         for name, expert in experts.items():
-            y_BTD, gates[name] = expert.attention_norm(xs[name], conditions.get(name))
-            weights = expert.attention
-            projected.append((weights.query(y_BTD), weights.key(y_BTD), weights.value(y_BTD)))
+            with jax.named_scope(name):
+                y_BTD, gates[name] = expert.attention_norm(xs[name], conditions.get(name))
+                weights = expert.attention
+                projected.append((weights.query(y_BTD), weights.key(y_BTD), weights.value(y_BTD)))
         q, k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*projected))
         q_BTNH = layout.activation(rotary(q, positions_BT), ("batch", "seq", "heads", "head_dim"))
         new = k, v = rotary(k, positions_BT), v
@@ -129,13 +135,20 @@ def layer(
         out, start = {}, 0
         for name, expert in experts.items():
             stop = start + xs[name].shape[1]
-            out[name] = _add(xs[name], expert.attention.out(y_BTNH[:, start:stop]), gates[name])
-            out[name], start = layout.activation(out[name], ("batch", "seq", "embed")), stop
+            with jax.named_scope(name):
+                out[name] = _add(xs[name], expert.attention.out(y_BTNH[:, start:stop]), gates[name])
+                out[name], start = layout.activation(out[name], ("batch", "seq", "embed")), stop
+        return out, new
+
+
+def feed_forward(experts, xs, conditions, layout: Layout) -> dict[str, jax.Array]:
+    out = {}
     with jax.named_scope("mlp"):
-        for name, x_BTD in out.items():
-            y_BTD, gate = experts[name].mlp_norm(x_BTD, conditions.get(name))
-            out[name] = layout.activation(_add(x_BTD, experts[name].mlp(y_BTD, layout), gate), ("batch", "seq", "embed"))
-    return out, new
+        for name, x_BTD in xs.items():
+            with jax.named_scope(name):
+                y_BTD, gate = experts[name].mlp_norm(x_BTD, conditions.get(name))
+                out[name] = layout.activation(_add(x_BTD, experts[name].mlp(y_BTD, layout), gate), ("batch", "seq", "embed"))
+    return out
 
 
 class Gemma(nnx.Module):

@@ -78,18 +78,24 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, attend: Attend, keys_B: jax.Array | None, layout: Layout):
         """Returns the new residual stream and what `attend` gave back."""
+        x_BTD, extra = self.attention(x_BTD, attend, keys_B, layout)
+        return self.feed_forward(x_BTD, keys_B, layout), extra
+
+    def attention(self, x_BTD: jax.Array, attend: Attend, keys_B: jax.Array | None, layout: Layout):
         with jax.named_scope("attention"):
             y_BTD = rms_norm(x_BTD, self.norm1_scale[...], self.norm_eps)
             q_BTNH = layout.activation(linear(y_BTD, self.q[...]), HEADS)
             k_BTKH = layout.activation(linear(y_BTD, self.k[...]), KV_HEADS)
             v_BTKH = layout.activation(linear(y_BTD, self.v[...]), KV_HEADS)
             y_BTNH, extra = attend(q_BTNH, k_BTKH, v_BTKH)
-            x_BTD = layout.activation(x_BTD + linear(y_BTNH, self.attn_out[...], num_contracted=2), ("batch", "seq", "embed"))
+            return layout.activation(x_BTD + linear(y_BTNH, self.attn_out[...], num_contracted=2), ("batch", "seq", "embed")), extra
+
+    def feed_forward(self, x_BTD: jax.Array, keys_B: jax.Array | None, layout: Layout) -> jax.Array:
         with jax.named_scope("mlp"):
             y_BTD = rms_norm(x_BTD, self.norm2_scale[...], self.norm_eps)
             gate_BTF, up_BTF = (layout.activation(linear(y_BTD, w[...]), ("batch", "seq", "mlp")) for w in (self.gate, self.up))
             y_BTD = gated_linear(gate_BTF, up_BTF, self.down[...])
-            return layout.activation(x_BTD + y_BTD, ("batch", "seq", "embed")), extra
+            return layout.activation(x_BTD + y_BTD, ("batch", "seq", "embed"))
 
 
 class Embed(nnx.Module):

@@ -41,7 +41,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BI: jax.Array, layout: Layout = SINGLE) -> jax.Array:
         dtype = self.config.compute_dtype
-        x_BD = gelu(fetch(self.first, "first", layout, dtype)(x_BI.astype(jnp.dtype(dtype))))
+        with jax.named_scope("embed"):
+            x_BD = gelu(fetch(self.first, "first", layout, dtype)(x_BI.astype(jnp.dtype(dtype))))
         graphdef, params = nnx.split(self.blocks)
 
         def body(x_BD, params):
@@ -50,10 +51,12 @@ class Mlp(nnx.Module):
                 return layout.activation(gelu(dense(x_BD)), ("batch", "hidden")), None
 
         x_BD, _ = jax.lax.scan(layout.scanned(body, self.config.remat), x_BD, nnx.to_pure_dict(params))
-        return fetch(self.last, "last", layout, dtype)(x_BD)
+        with jax.named_scope("head"):
+            return fetch(self.last, "last", layout, dtype)(x_BD)
 
     def losses(self, batch: dict, keys_B: jax.Array | None, layout: Layout = SINGLE) -> tuple[jax.Array, jax.Array]:
         """Per example the mean squared error over the outputs, and weight 1, both (B,) float32."""
+        outputs_BO = self(batch["inputs"], layout)
         with jax.named_scope("loss"):
-            error_BO = self(batch["inputs"], layout).astype(jnp.float32) - batch["targets"]
+            error_BO = outputs_BO.astype(jnp.float32) - batch["targets"]
             return jnp.square(error_BO).mean(-1), jnp.ones(error_BO.shape[0], jnp.float32)

@@ -125,11 +125,13 @@ class Pi0(nnx.Module):
         images = [to_unit_range(batch[f"image/{camera}"]) for camera in config.cameras]
         B = images[0].shape[0]
         stacked = jnp.stack(images, axis=1).reshape(B * len(images), *images[0].shape[1:])
-        encoded = self.vision(stacked, "vision", config.compute_dtype, config.remat, layout)
+        with jax.named_scope("vision"):
+            encoded = self.vision(stacked, "vision", config.compute_dtype, config.remat, layout)
         image_tokens = encoded.reshape(B, -1, encoded.shape[-1])
         masks = [batch.get(f"image_mask/{camera}", jnp.ones(B, bool)) for camera in config.cameras]
         image_mask = jnp.repeat(jnp.stack(masks, axis=1), self.vision.num_patches, axis=1)
-        prompt = self.llm.embed(batch["tokens"], "llm", config.compute_dtype, layout)
+        with jax.named_scope("embed"):
+            prompt = self.llm.embed(batch["tokens"], "llm", config.compute_dtype, layout)
         tokens = jnp.concatenate([image_tokens, prompt], axis=1)
         mask = jnp.concatenate([image_mask, batch["token_mask"]], axis=1)
         return Tokens(layout.activation(tokens, ("batch", "seq", "embed")), mask, jnp.zeros(tokens.shape[1], bool))

@@ -42,6 +42,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, attend: Attend, keys_B: jax.Array | None, layout: Layout):
         """Returns the new residual stream and what `attend` gave back."""
+        x_BTD, extra = self.attention(x_BTD, attend, keys_B, layout)
+        return self.feed_forward(x_BTD, keys_B, layout), extra
+
+    def attention(self, x_BTD: jax.Array, attend: Attend, keys_B: jax.Array | None, layout: Layout):
         with jax.named_scope("attention"):
             y_BTD = layer_norm(x_BTD, self.norm1_scale[...], self.norm1_bias[...])
             q_BTNH = layout.activation(linear(y_BTD, self.q[...]) + self.q_bias[...], HEADS)
@@ -50,14 +54,16 @@ class Block(nnx.Module):
             y_BTNH, extra = attend(q_BTNH, k_BTNH, v_BTNH)
             y_BTD = linear(y_BTNH, self.attn_out[...], num_contracted=2) + self.attn_out_bias[...]
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 0, self.dropout_rate)
-            x_BTD = layout.activation(x_BTD, ("batch", "seq", "embed"))
+            return layout.activation(x_BTD, ("batch", "seq", "embed")), extra
+
+    def feed_forward(self, x_BTD: jax.Array, keys_B: jax.Array | None, layout: Layout) -> jax.Array:
         with jax.named_scope("mlp"):
             y_BTD = layer_norm(x_BTD, self.norm2_scale[...], self.norm2_bias[...])
             h_BTF = linear(y_BTD, self.mlp_in[...]) + self.mlp_in_bias[...]
             h_BTF = layout.activation(h_BTF, ("batch", "seq", "mlp"))
             y_BTD = gelu_linear(h_BTF, self.mlp_out[...]) + self.mlp_out_bias[...]
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 1, self.dropout_rate)
-            return layout.activation(x_BTD, ("batch", "seq", "embed")), extra
+            return layout.activation(x_BTD, ("batch", "seq", "embed"))
 
 
 class Embed(nnx.Module):

@@ -16,6 +16,7 @@ and device: (V/n) (n-1)/n of the gradient for the sums, as a ring reduce-scatter
 together.
 """
 
+import time
 from functools import partial
 
 import jax
@@ -55,6 +56,8 @@ class ExactStep:
         """`arguments`: arrays or shapes like those of a call; everything is compiled here."""
         state, batch, seed, stop = arguments
         self.setup, self.layout = setup, layout
+        self.waited_s = 0.0
+        """How long the last call waited for the devices."""
         self.num_workers = layout.num_slots * setup.plan.mesh.num_replicas
         self.slots = SLOTS[setup.config.parallel.exact_memory](setup, layout, state, batch[0])
         self._add = self._compile_add()
@@ -71,11 +74,24 @@ class ExactStep:
         """What was compiled, by name."""
         return self.slots.programs | ({"add": self._add} if self._add else {}) | {"mean": self._mean, "finish": self._finish}
 
+    @property
+    def runs(self) -> dict[str, int]:
+        """How often a step runs each of `programs`, over all devices."""
+        devices, slots = self.setup.mesh.size, self.layout.num_slots
+        return dict.fromkeys(self.programs, devices) | {
+            name: devices * (slots - (name == "add")) for name in ("worker", "slot", "reduce", "add") if name in self.programs
+        }
+
     def _compile_add(self):
         if self.layout.num_slots == 1:
             return None
         grads = self.slots.gradient_shapes
-        return jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=(0,)).lower(grads, grads).compile()
+
+        def add(a, b):
+            with jax.named_scope("gradient_sums"):
+                return jax.tree.map(jnp.add, a, b)
+
+        return jax.jit(add, donate_argnums=(0,)).lower(grads, grads).compile()
 
     def _slot_scalars(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the losses, weights and digests of the workers of a slot."""
@@ -95,11 +111,12 @@ class ExactStep:
         )  # fmt: skip
 
         def mean(grad_sums, slots):
-            slots = jax.lax.with_sharding_constraint(slots, setup.replicated())
-            loss, weight, digest = (pairwise_sum(jnp.concatenate(xs)) for xs in zip(*slots))
-            sums = flatten(grad_sums)
-            grads = {leaf.path: self.slots.gradient(sums[leaf.path], len(leaf.decl.shape)) / weight for leaf in leaves}
-            return unflatten(grads), norm_of(*grads.values()), loss / weight, digest
+            with jax.named_scope("gradient_sums"):
+                slots = jax.lax.with_sharding_constraint(slots, setup.replicated())
+                loss, weight, digest = (pairwise_sum(jnp.concatenate(xs)) for xs in zip(*slots))
+                sums = flatten(grad_sums)
+                grads = {leaf.path: self.slots.gradient(sums[leaf.path], len(leaf.decl.shape)) / weight for leaf in leaves}
+                return unflatten(grads), norm_of(*grads.values()), loss / weight, digest
 
         out = (unflatten(setup.plan.shardings("update", mesh)), *[setup.replicated()] * 3)
         slots = (self._slot_scalars(),) * self.layout.num_slots
@@ -121,13 +138,15 @@ class ExactStep:
         return program.lower(jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop)).compile()
 
     def __call__(self, state: TrainState, batch: list[dict], seed: jax.Array, stop: jax.Array) -> tuple[TrainState, Metrics]:
-        shared = self.slots.begin(state, seed)
+        shared, self.waited_s = self.slots.begin(state, seed), 0.0
         gradients, scalars = TreeAccumulator(self._add), []
         for slot, slot_batch in enumerate(batch):
             grads, *of_slot = self.slots(shared, slot_batch, slot)
             gradients.push(grads)
             if scalars:
                 # Not further ahead than one slot: every slot in flight holds a whole gradient.
+                started = time.perf_counter()
                 jax.block_until_ready(scalars[-1])
+                self.waited_s += time.perf_counter() - started
             scalars.append(tuple(of_slot))
         return self._finish(state, *self._mean(gradients.total(), tuple(scalars)), stop)

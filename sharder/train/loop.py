@@ -40,6 +40,7 @@ from sharder.train.saved import check_data, describe_save, restore_newest
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, by_path, create_state
 from sharder.train.step import compile_step
+from sharder.train.step_ledger import StepLedger
 from sharder.train.stepping import Stepper
 
 
@@ -89,7 +90,8 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     layout = setup.train_batch
     loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     writers = open_writers(config, run_dir, first_step)
-    stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events)
+    ledger = StepLedger(run_dir, jax.process_index(), attempt.number)
+    stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events, ledger)
     compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
     saver = Saver(run_dir, config.checkpoint, events, say)
@@ -97,18 +99,24 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
 
     def save(step: int, state: TrainState) -> None:
         paths, fingerprint = stepper.facts.state_paths, stepper.record["fingerprint"]
-        manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
-        saver.save(step, by_path(state), manifest)
+        with ledger.part("checkpoint"):
+            manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
+            saver.save(step, by_path(state), manifest)
 
     step, saved = first_step, None if attempt.resume_step is None else first_step
+    ledger.restart()
     while step < config.train.steps and not stepper.stop_agreed:
-        batch = next(loader)
+        with ledger.part("data_wait"):
+            batch = next(loader)
+        ledger.move("data_wait", "host_to_device", loader.copy_wait_s)
         step += 1
         state = stepper.dispatch(state, batch, step, loader.wait_s, stop.requested)
         last = step == config.train.steps
         if eval_step is not None and (last or due(step, config.train.validate_every)):
-            loss = evaluate(eval_step, state.params, validation, setup)[0]
-            record = stepper.drain() | validation_fields(loss, setup.declared.tokens_per_example)
+            record = stepper.drain()
+            with ledger.part("evaluation"):
+                loss = evaluate(eval_step, state.params, validation, setup)[0]
+            record |= validation_fields(loss, setup.declared.tokens_per_example)
             stepper.write_if_due(record)
             stepper.resume_clock()
         if due(step, config.checkpoint.every) and not last:
@@ -120,6 +128,7 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     stepper.write_pending()
     if saved != step:
         save(step, state)
+    ledger.close(step)
     loader.close()
     try:
         saver.close()

@@ -76,15 +76,18 @@ def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, ba
 
     def slot_gradients(slot_batch, slot):
         (loss, weight), grads = jax.value_and_grad(slot_loss, has_aux=True)(params, slot_batch, slot)
-        return pin(grads), loss, weight, rows_digest(slot_batch, first_example + slot * slot_size)
+        with jax.named_scope("fingerprint"):
+            digest = rows_digest(slot_batch, first_example + slot * slot_size)
+        return pin(grads), loss, weight, digest
 
     if num_slots == 1:
         return slot_gradients(jax.tree.map(lambda x: x[0], batch), 0)
 
     def body(sums, scanned):
         grads, *others = slot_gradients(*scanned)
-        total = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums[0], grads)
-        return (pin(total), *(s + x for s, x in zip(sums[1:], others))), None
+        with jax.named_scope("gradient_sums"):
+            total = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums[0], grads)
+            return (pin(total), *(s + x for s, x in zip(sums[1:], others))), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     nothing = (pin(zeros), jnp.float32(0), jnp.float32(0), jnp.zeros(2, jnp.uint32))
@@ -131,8 +134,10 @@ def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
         trained, frozen = declared.only_trained(state.params), state.params if declared.frozen else None
         sums = accumulate(declared.graphdef, compute, pin, trained, batch, seed, state.step, 0, frozen)
         grads, loss_sum, weight_sum, batch_digest = sums
-        grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
-        return finish_step(setup, state, grads, global_norm(grads), loss_sum / weight_sum, batch_digest, stop)
+        with jax.named_scope("gradient_sums"):
+            grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
+            norm = global_norm(grads)
+        return finish_step(setup, state, grads, norm, loss_sum / weight_sum, batch_digest, stop)
 
     jitted = jax.jit(
         train_step,

@@ -12,6 +12,7 @@ from sharder.train.metrics import StepFacts, Writer, make_record
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
 from sharder.train.step import stop_sharding
+from sharder.train.step_ledger import StepLedger
 
 # Named, so that a test can watch when results leave the devices.
 fetch = jax.device_get
@@ -31,8 +32,9 @@ class _InFlight:
 class Stepper:
     """One step at a time, one step late."""
 
-    def __init__(self, setup: Setup, facts: StepFacts, writers: list[Writer], events: EventLog):
+    def __init__(self, setup: Setup, facts: StepFacts, writers: list[Writer], events: EventLog, ledger: StepLedger | None = None):
         self.setup, self.facts, self.writers, self.events = setup, facts, writers, events
+        self.ledger = ledger or StepLedger(None, 0)
         self.train_step: Callable | None = None
         """The compiled step; set once its arguments are known."""
         self.seed = jax.device_put(np.uint32(setup.config.train.seed), setup.replicated())
@@ -58,10 +60,13 @@ class Stepper:
         """Starts the step that makes `step` completed steps; then reads and writes the one before it."""
         previous, now = self._in_flight, time.perf_counter()
         interval_s, self._last_dispatch = now - (self._last_dispatch or now), now
-        state, metrics = self.train_step(*self.arguments(state, batch, stop))
+        with self.ledger.part("dispatch"):
+            state, metrics = self.train_step(*self.arguments(state, batch, stop))
+        self.ledger.move("dispatch", "device", getattr(self.train_step, "waited_s", 0.0))
         self._in_flight = _InFlight(step, metrics, data_wait_s, interval_s)
         if previous is not None:
             self.write_if_due(self._read(previous))
+        self.ledger.end_step(step)
         return state
 
     def drain(self) -> dict | None:
@@ -81,18 +86,21 @@ class Stepper:
         self._last_read, self._last_dispatch = time.perf_counter(), None
 
     def _read(self, done: _InFlight, at_least_s: float = 0.0) -> dict:
-        metrics = fetch(done.metrics)
+        with self.ledger.part("device"):
+            metrics = fetch(done.metrics)
         now = time.perf_counter()
         if not self.record:
             self.events.write("first_step", done.step)
         step_time_s, self._last_read = max(now - self._last_read, at_least_s), now
         self.stop_agreed |= bool(metrics["stop"])
         self.leaf_digests = np.asarray(metrics["digests"])
-        self.record = make_record(self.facts, done.step, metrics, step_time_s, done.data_wait_s)
+        with self.ledger.part("logging"):
+            self.record = make_record(self.facts, done.step, metrics, step_time_s, done.data_wait_s)
         return self.record
 
     def write_if_due(self, record: dict) -> None:
         """Evaluations are always written, other steps every log_every."""
         if record["step"] % self.setup.config.train.log_every == 0 or "validation_loss" in record:
-            for writer in self.writers:
-                writer.write(record)
+            with self.ledger.part("logging"):
+                for writer in self.writers:
+                    writer.write(record)

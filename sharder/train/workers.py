@@ -66,7 +66,11 @@ class WorkerSlots:
     def _compile_gather(self, state: TrainState):
         if self.setup.plan.policy != "fsdp" or self.setup.plan.mesh.fsdp == 1:
             return lambda params: params
-        identity = jax.jit(lambda params: params, out_shardings=self._compute_shardings(self.setup.mesh))
+
+        def gather(params):
+            return params
+
+        identity = jax.jit(gather, out_shardings=self._compute_shardings(self.setup.mesh))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.params)
         return identity.lower(shapes).compile()
 
@@ -107,6 +111,7 @@ class WorkerSlots:
             return lambda stacked: stacked
         mesh, plan = self.setup.mesh, self.setup.plan
 
+        @jax.named_scope("gradient_sums")
         def reduce(stacked):
             sums = {}
             for leaf in self.leaves:

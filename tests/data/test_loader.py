@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharder.data.loader import BatchLayout, Prefetcher, open_loader, read_step, sequential_batches
+from sharder.data.loader import BatchLayout, Prefetcher, open_loader, overlap_s, read_step, sequential_batches
 from sharder.data.order import Order
 from sharder.sharding.mesh import MeshShape, make_mesh
 
@@ -157,3 +157,18 @@ def test_rows_that_fill_up_the_last_batch_are_invalid():
 @pytest.mark.parametrize("limit, count", [(None, 3), (2, 2), (9, 3)])
 def test_limit_counts_batches(limit, count):
     assert len(list(sequential_batches(Ids(40), layout(1, 16), limit))) == count
+
+
+@pytest.mark.parametrize("since, seconds", [(9.0, 2.0), (11.0, 1.0), (13.0, 0.0)])
+def test_only_the_part_of_a_copy_that_was_waited_for_counts(since, seconds):
+    assert overlap_s((10.0, 12.0), since) == seconds
+
+
+def test_a_batch_comes_with_the_time_of_its_copy():
+    layout, order = BatchLayout(make_mesh(MeshShape(8, 1, 1)), 1, 8), Order(16, 8, 0)
+    loader = open_loader(Ids(16), order, layout, 0, 1)
+    try:
+        next(loader)
+        assert 0 < loader.copied[0] < loader.copied[1] and 0 <= loader.copy_wait_s <= loader.wait_s
+    finally:
+        loader.close()

@@ -1,0 +1,26 @@
+"""`sharder report RUN...`: its options."""
+
+from pathlib import Path
+
+import tyro
+
+
+def run(arguments: list[str]) -> int:
+    """Draw what runs recorded as one HTML file."""
+
+    def command(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> tuple:
+        """
+        Args:
+            runs: Folders of runs; several are overlaid.
+            out: The file; unset: report.html in the folder of the only run.
+        """
+        return runs, out
+
+    runs, out = tyro.cli(command, args=arguments, prog="sharder report", description=run.__doc__)
+    from sharder.config import UserError
+    from sharder.report.page import write_report
+
+    if not runs:
+        raise UserError("RUN is missing. Usage: sharder report RUN... [--out FILE]")
+    print(f"written to {write_report(list(runs), out)}")
+    return 0

@@ -1,0 +1,120 @@
+"""Time shared out over overlapping, nested and foreign operations, from events whose times are given."""
+
+import pytest
+
+from sharder.config import UserError
+from sharder.instrument.profile import CompiledProgram, Programs, Timing, measure_shares, verdict
+from sharder.instrument.trace import Event, Trace, clip, exposed_share, newest, read, share_out
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/attention/dot_general"}
+  %t = f32[8,8]{1,0} tanh(%d), metadata={op_name="jit(step)/mlp/tanh"}
+  ROOT %u = f32[8,8]{1,0} negate(%t), metadata={op_name="jit(step)/neg"}
+}
+"""
+
+
+def event(start: float, end: float, op: str, device: str = "cpu:0", module: str = "jit_step") -> Event:
+    return Event(start, end, device, module, op)
+
+
+def shared(events, steps=((0.0, 100.0),), containers=()):
+    return share_out(Trace(events, list(steps)), lambda module, op: op in containers)
+
+
+def seconds(events, **more):
+    return {op: s for (_, op), s in shared(events, **more)["cpu:0"].items()}
+
+
+def test_operations_that_overlap_share_the_time_in_which_they_do():
+    assert seconds([event(0, 4, "a"), event(2, 6, "b")]) == {"a": 3.0, "b": 3.0}
+
+
+def test_a_hole_is_nobodys_time():
+    assert seconds([event(0, 1, "a"), event(3, 4, "b")]) == {"a": 1.0, "b": 1.0}
+
+
+def test_a_loop_counts_only_where_nothing_in_it_runs():
+    assert seconds([event(0, 10, "loop"), event(1, 4, "a"), event(4, 9, "b")], containers={"loop"}) == {"loop": 2.0, "a": 3.0, "b": 5.0}
+
+
+def test_devices_are_apart():
+    found = shared([event(0, 4, "a"), event(0, 4, "a", device="cpu:1")])
+    assert {d: sum(ops.values()) for d, ops in found.items()} == {"cpu:0": 4.0, "cpu:1": 4.0}
+
+
+def test_only_what_lies_in_a_step_counts():
+    assert [(e.start_s, e.end_s) for e in clip([event(0, 3, "a"), event(5, 6, "b"), event(7, 12, "c")], [(1.0, 2.0), (8.0, 9.0)])] == [(1.0, 2.0), (8.0, 9.0)]
+
+
+def test_a_collective_is_hidden_where_its_device_does_something_else():
+    """Four seconds, of which one is covered by a product and one by a loop that only contains it."""
+    events = [event(0, 4, "gather"), event(3, 6, "d"), event(0, 1, "loop"), event(0, 9, "d", device="cpu:1")]
+    found = exposed_share(Trace(events, [(0.0, 10.0)]), lambda m, op: op == "gather", lambda m, op: op == "loop")
+    assert found == 0.75 and exposed_share(Trace(events, [(5.0, 10.0)]), lambda m, op: op == "gather", lambda m, op: False) is None
+
+
+def programs() -> Programs:
+    return Programs([CompiledProgram("step", TEXT, 2, 7.0)], {"data": 2, "fsdp": 1, "tensor": 1}, [0, 0])
+
+
+def measured(events, steps_s=(10.0,), wait_s=0.0):
+    timing = Timing(list(steps_s), [wait_s] * len(steps_s), [0.0] * len(steps_s))
+    return measure_shares(Trace(events, [(0.0, 12.0)]), programs(), timing)
+
+
+EVENTS = [event(0, 6, "d"), event(6, 8, "t"), event(8, 9, "u")]
+
+
+def test_shares_are_proportions_of_the_trace_in_the_blocked_step():
+    """Nine traced seconds of a step of ten: proportions 6, 2 and 1 of nine tenths, and a tenth idle."""
+    found = measured(EVENTS)
+    assert found.categories == pytest.approx({"attention": 0.6, "feed-forward": 0.2, "idle": 0.1, "unattributed": 0.1, "data wait": 0.0})
+    assert found.kinds == pytest.approx({"matrix product": 0.6, "elementwise": 0.3, "data wait": 0.0, "idle": 0.1})
+    assert found.coverage == {"cpu:0": pytest.approx(0.9)}
+
+
+def test_a_profiler_that_stretches_steps_changes_no_share():
+    """The same trace against a step of six seconds: coverage above 1, shares that sum to 1."""
+    found = measured(EVENTS, steps_s=(6.0, 6.0, 60.0))
+    assert found.categories["attention"] == pytest.approx(6 / 9) and sum(found.categories.values()) == pytest.approx(1)
+    assert found.least_coverage == pytest.approx(1.5)
+
+
+def test_waiting_for_data_has_its_share():
+    found = measured(EVENTS, steps_s=(20.0,), wait_s=10.0)
+    assert found.categories["data wait"] == 0.5 and sum(found.categories.values()) == pytest.approx(1)
+    assert verdict(found.kinds) == ("input", 0.5)
+
+
+def test_a_trace_of_another_program_is_refused():
+    with pytest.raises(UserError, match="another program: 100% of its device time is in jit_other, and none of that in jit_step"):
+        measured([event(0, 6, "d", module="jit_other")])
+
+
+def test_flops_of_all_runs_and_the_compilers_own_count():
+    assert (programs().flops, programs().counted_flops) == (2 * 2 * 8**3, 14.0)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no trace"):
+        newest(tmp_path)
+    (tmp_path / "x.xplane.pb").write_bytes(b"")
+    with pytest.raises(UserError, match="no trace of sharder profile"):
+        read(tmp_path / "x.xplane.pb")
+
+
+@pytest.mark.parametrize(
+    "kinds, bound",
+    [
+        ({"matrix product": 0.5, "elementwise": 0.3}, "compute"),
+        ({"matrix product": 0.3, "elementwise": 0.2, "copy": 0.2}, "bandwidth"),
+        ({"matrix product": 0.3, "collective": 0.5}, "communication"),
+        ({"matrix product": 0.3, "idle": 0.6}, "host"),
+    ],
+)
+def test_the_verdict_is_what_takes_the_most(kinds, bound):
+    assert verdict(kinds)[0] == bound

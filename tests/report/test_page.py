@@ -1,0 +1,116 @@
+"""The page of a run: from recorded files only, whatever is missing named, whatever is cut off skipped."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small import RECIPE, environment, sharder
+
+from sharder.config import UserError
+from sharder.report.page import make_page, write_report
+from sharder.report.read import read_run
+from sharder.report.timeline import make_timeline
+
+
+def record(step: int, attempt: int = 1, **more) -> dict:
+    return {"step": step, "attempt": attempt, "loss": 5.0 / step, "loss_hex": (5.0 / step).hex(), "grad_norm": 1.0, "learning_rate": 1e-3,
+            "fingerprint": f"{step:016x}", "step_time_s": 0.1, "tokens_per_s": 100.0, "mfu": 0.3, "mfu_exact": 0.31, "hfu": 0.32} | more  # fmt: skip
+
+
+def event(time_s: float, kind: str, attempt: int = 1, **more) -> dict:
+    return {"time_s": 1000 + time_s, "kind": kind, "attempt": attempt, "process": 0, "step": None, **more}
+
+
+def make_run(folder, records, events=(), tail: str = ""):
+    from sharder.config import to_dict
+    from sharder.recipes import load_recipe
+
+    folder.mkdir()
+    facts = {"config": to_dict(load_recipe("tiny_lm")), "config_hash": "ab", "versions": {"jax": "0.10.2"}, "num_processes": 1,
+             "devices": {"kind": "cpu", "platform": "cpu", "count": 1}, "data": {"fingerprint": "f" * 64, "num_examples": 7},
+             "peak_flops": 1e11, "peak_source": "measured"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return folder
+
+
+def test_what_was_not_recorded_leaves_a_named_gap(tmp_path):
+    page = make_page([read_run(make_run(tmp_path / "a", [record(1), record(2)]))])
+    gaps = re.findall(r'class="gap">Not recorded: ([^.<]+\S*)', page)
+    assert {g.split()[0] for g in gaps} == {"events.jsonl.", "steps/process_N.jsonl.", "profile/profile.json.", "predicted", "collectives", "plan.json."}
+    assert page.count("<svg") == 6  # loss, norm, rate, tokens/s, step time, utilisation
+
+
+def test_a_truncated_line_is_skipped_and_counted(tmp_path):
+    page = make_page([read_run(make_run(tmp_path / "a", [record(1)], tail='{"step": 2, "lo'))])
+    assert "1 unreadable line(s) of metrics.jsonl skipped" in page
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_a_folder_that_is_no_run_is_refused(tmp_path, command):
+    done = sharder(command, tmp_path)
+    assert done.returncode == 2 and "is not a run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_without_metrics_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no metrics: metrics.jsonl is missing or empty"):
+        write_report([make_run(tmp_path / "a", [])], None)
+
+
+def test_several_runs_are_overlaid_and_compared(tmp_path):
+    runs = [make_run(tmp_path / n, [record(s) for s in (1, 2, 3)]) for n in ("a", "b")]
+    other = make_run(tmp_path / "c", [record(1), record(2, loss_hex="0x1p+3", fingerprint="f" * 16)])
+    with pytest.raises(UserError, match="name its file with --out"):
+        write_report(runs, None)
+    page = write_report([*runs, other], tmp_path / "all.html").read_text()
+    assert "identical" in page and "first difference at step 2" in page
+
+
+def test_the_page_needs_no_network(tmp_path):
+    page = make_page([read_run(make_run(tmp_path / "a", [record(1), record(2)], [event(0, "start"), event(1, "first_step")]))])
+    named = set(re.findall(r"https?://[^\s\"'<>]+", page))
+    assert all(url.startswith(("http://www.w3.org/", "http://purl.org/", "http://creativecommons.org/", "https://matplotlib.org/")) for url in named)
+    assert "<script" not in page and "<link" not in page and "@import" not in page
+
+
+def test_identifiers_of_figures_do_not_collide(tmp_path):
+    page = make_page([read_run(make_run(tmp_path / "a", [record(s) for s in range(1, 9)]))])
+    found = re.findall(r' id="([^"]+)"', page)
+    assert len(found) == len(set(found)) > 50
+
+
+def test_an_attempt_that_ended_without_a_word_is_a_fault():
+    events = [event(0, "start"), event(2, "first_step", step=1), event(6, "save", step=5), event(10, "start", 2), event(11, "first_step", 2), event(14, "end", 2)]
+    found = make_timeline(events, {1: 1008.0})
+    assert [(s.kind, s.attempt, s.start_s, s.end_s) for s in found.spans] == [
+        ("starting", 1, 0, 2), ("stepping", 1, 2, 8), ("down", 1, 8, 10), ("starting", 2, 10, 11), ("stepping", 2, 11, 14)
+    ]  # fmt: skip
+    assert [(m.is_fault, m.label) for m in found.marks] == [(True, "attempt 1 ended without a word, after step 5")]
+    assert found.total_s == 14
+
+
+def test_the_page_of_a_killed_and_resumed_run(tmp_path):
+    """A real run, killed, resumed by the same command: both attempts, the fault, and every part that a run records."""
+    run = tmp_path / "run"
+    arguments = ["train", RECIPE, "--run-dir", str(run), "--cluster.cpu-devices", "1", "--train.steps", "400", "--checkpoint.every", "10"]
+    process = subprocess.Popen([sys.executable, "-m", "sharder", *arguments], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 25) and process.poll() is None:
+        assert time.monotonic() < deadline, "no 25 steps"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = sharder(*("60" if a == "400" else a for a in arguments))
+    assert done.returncode == 0, done.stderr
+    done = sharder("report", run)
+    assert done.returncode == 0, done.stderr
+    page = (run / "report.html").read_text()
+    assert "attempt 1 ended without a word" in page and "attempt 2" in page and "process 0" in page
+    assert set(re.findall(r"Not recorded: ([^.<]+)", page)) == {"profile/profile", "predicted and measured memory", "collectives of the compiled step"}
+    assert "step 60 of 60" in " ".join(sharder("watch", run).stdout.split())

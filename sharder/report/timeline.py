@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-ORDINARY = {"start", "compiled", "restored", "first_step", "save", "end", "phase", "spawn", "launch", "new_step", "closed"}
+ORDINARY = {"start", "compiled", "restored", "first_step", "save", "saved", "end", "phase", "spawn", "launch", "new_step", "closed"}
 """Events that are part of every run. Any other is worth a mark."""
 STOPS = {"stopped"}
 

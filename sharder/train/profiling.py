@@ -43,6 +43,10 @@ class Runner:
     loader: Prefetcher
     state: TrainState
 
+    def compile(self) -> None:
+        with redirect_stdout(sys.stderr):
+            compile_ahead(self.stepper, self.state, next(self.loader), self.stepper.events)
+
     def take_step(self) -> tuple[float, float, float]:
         """Seconds of one whole step, of them waiting for its batch, and of dispatching it."""
         started = time.perf_counter()
@@ -66,9 +70,8 @@ def open_runner(config: RunConfig) -> Runner:
     loader = open_loader(training, order, setup.train_batch, 0, setup.config.data.prefetch)
     state = create_state(setup.config, setup.declared, setup.state_shardings)
     stepper = Stepper(setup, step_facts(setup, order, Attempt(Path(), 1, None)), [], EventLog(None, 1))
-    with redirect_stdout(sys.stderr):
-        compile_ahead(stepper, state, next(loader), stepper.events)
     runner = Runner(setup, stepper, loader, state)
+    runner.compile()
     runner.time_steps(WARM_UP)
     return runner
 
@@ -124,14 +127,14 @@ def measure(config: RunConfig, name: str, folder: Path, steps: int, ablate: str 
     programs = programs_of(runner)
     shares = measure_shares(trace.read(trace.newest(folder)), programs, timing)
     collective_s = gather_from_processes(shares.collective_s)
+    ablation = ablated(runner, ablate, steps) if ablate else None
     runner.loader.close()
     config = runner.setup.config
     return Measured(
         recipe=name, config=to_dict(config), versions={"sharder": __version__, "jax": jax.__version__},
         platform=jax.devices()[0].platform, device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count(),
         num_processes=jax.process_count(), num_params=runner.setup.declared.num_params, run=config, timing=timing, shares=shares,
-        programs=programs, memory=memory_of(runner), collective_s=collective_s,
-        ablation=ablated(runner, ablate, steps) if ablate else None,
+        programs=programs, memory=memory_of(runner), collective_s=collective_s, ablation=ablation,
     )  # fmt: skip
 
 
@@ -157,15 +160,9 @@ def gather_from_processes(collective_s: float) -> list[float]:
 
 def ablated(runner: Runner, scope: str, rounds: int) -> dict:
     """The same step with a stand-in for one scope, the two timed in turn: what the whole step loses with it."""
-    from sharder.train.loop import compile_ahead
-
     whole = runner.stepper.train_step
     with standing_in(scope, runner.setup.config.model):
-        training, _ = open_datasets(runner.setup.config)
-        order = open_order(runner.setup.config, training)
-        runner.loader = open_loader(training, order, runner.setup.train_batch, 0, runner.setup.config.data.prefetch)
-        with redirect_stdout(sys.stderr):
-            compile_ahead(runner.stepper, runner.state, next(runner.loader), runner.stepper.events)
+        runner.compile()
     without = runner.stepper.train_step
     times: dict[str, list[float]] = {"whole": [], "without": []}
     for number in range(rounds + 1):
@@ -173,8 +170,9 @@ def ablated(runner: Runner, scope: str, rounds: int) -> dict:
             runner.stepper.train_step = step
             seconds = runner.take_step()[0]
             times[kind] += [seconds] if number else []
-    runner.loader.close()
+    runner.stepper.train_step = whole
     shares = [1 - b / a for a, b in zip(times["whole"], times["without"])]
-    return {"scope": scope, "share": statistics.median(shares), "shares": shares, **{f"{k}_s": statistics.median(v) for k, v in times.items()}}
+    medians = {f"{k}_s": statistics.median(v) for k, v in times.items()}
+    return {"scope": scope, "share": statistics.median(shares), **medians, **{f"steps_{k}_s": v for k, v in times.items()}}
 
 

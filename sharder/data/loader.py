@@ -105,28 +105,27 @@ def overlap_s(copied: tuple[float, float], since: float) -> float:
 
 
 class Prefetcher:
-    """Iterates over `make(first)`, `make(first + 1)`, ..., computed `depth` ahead in a thread.
+    """Iterates over `copy(make(first))`, `copy(make(first + 1))`, ..., computed `depth` ahead in a thread.
 
-    An exception in `make` is raised by `next`. `wait_s` is how long the last `next` had to wait, `copy_wait_s` how long of that for
-    the copy to the devices.
+    An exception in either is raised by `next`. `wait_s` is how long the last `next` had to wait, `copy_wait_s` how long of that for
+    `copy`.
     """
 
-    def __init__(self, make: Callable[[int], object], first: int, depth: int):
+    def __init__(self, make: Callable[[int], object], first: int, depth: int, copy: Callable[[object], object] = lambda made: made):
         self._queue: queue.Queue = queue.Queue(depth)
         self._stop = threading.Event()
         self._failed: BaseException | None = None
         self.wait_s, self.copy_wait_s = 0.0, 0.0
-        self.copied = (0.0, 0.0)
-        """When `make` last copied to the devices, by perf_counter, if it says so."""
-        self._thread = threading.Thread(target=self._run, args=(make, first), name="loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make, copy, first), name="loader", daemon=True)
         self._thread.start()
 
-    def _run(self, make: Callable[[int], object], step: int) -> None:
+    def _run(self, make: Callable[[int], object], copy: Callable[[object], object], step: int) -> None:
         while not self._stop.is_set():
             try:
-                item = (make(step), None, self.copied)
+                made, began = make(step), time.perf_counter()
+                item = (copy(made), None, (began, time.perf_counter()))
             except BaseException as error:  # noqa: BLE001  handed to the consumer, which raises it
-                item = (None, error, self.copied)
+                item = (None, error, (0.0, 0.0))
             while not self._stop.is_set():
                 try:
                     self._queue.put(item, timeout=0.1)
@@ -155,15 +154,7 @@ class Prefetcher:
 
 def open_loader(dataset: Dataset, order: Order, layout: BatchLayout, first_step: int, depth: int) -> Prefetcher:
     """Batches on the devices from `first_step` on, without end."""
-
-    def make(step: int):
-        local, began = read_step(dataset, order, layout, step), time.perf_counter()
-        batch = layout.to_devices(local)
-        loader.copied = (began, time.perf_counter())
-        return batch
-
-    loader = Prefetcher(make, first_step, depth)
-    return loader
+    return Prefetcher(lambda step: read_step(dataset, order, layout, step), first_step, depth, layout.to_devices)
 
 
 def sequential_batches(dataset: Dataset, layout: BatchLayout, limit: int | None) -> Iterator[dict[str, jax.Array]]:

@@ -39,9 +39,15 @@ def recipes(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; the same command resumes it."""
+    from sharder.place import expects_others
     from sharder.recipes import load_recipe
+    from sharder.stop import StopRequest
 
     name, rest = split_name(arguments, "RECIPE", "sharder train RECIPE --run-dir DIR [options]")
+    # Before anything that a recipe imports starts threads: those inherit which signals are blocked.
+    stop = StopRequest().listen()
+    if expects_others(ClusterConfig(), os.environ):
+        stop.wait_for_others()
     default = load_recipe(name)
 
     def command(
@@ -64,9 +70,8 @@ def train(arguments: list[str]) -> int:
         return 0
     if run_dir is None:
         raise UserError("--run-dir is missing: name the folder that the run is kept in.")
-    from sharder.stop import StopRequest
-
-    stop = StopRequest().listen()
+    if expects_others(config.cluster, os.environ):
+        stop.wait_for_others()
     from sharder.train.loop import train as run
 
     return run(config, run_dir, resume, stop)
@@ -339,6 +344,13 @@ COMMANDS = {
 }
 
 
+def find_command(name: str) -> Callable[[list[str]], int]:
+    """Raises UserError for a name that is none."""
+    if name not in COMMANDS:
+        raise UserError(f"there is no command {name!r}; use one of {', '.join(COMMANDS)}.")
+    return COMMANDS[name]
+
+
 def usage() -> str:
     rows = "\n".join(f"  {name:12} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items())
     return f"usage: sharder COMMAND ... [--traceback]\n\n{rows}\n\nsharder COMMAND --help says more."
@@ -359,28 +371,6 @@ def main(argv: list[str] | None = None) -> None:
 
         print(__version__)
         sys.exit(0)
-    try:
-        if name not in COMMANDS:
-            raise UserError(f"there is no command {name!r}; use one of {', '.join(COMMANDS)}.")
-        code = COMMANDS[name](rest)
-    except UserError as error:
-        if traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-    except KeyboardInterrupt:
-        if traceback:
-            raise
-        print("interrupted.", file=sys.stderr)
-        code = 130
-    leave(code)
+    from sharder.ending import end_with
 
-
-def leave(code: int) -> None:
-    """Exits; after a failure without waiting for anything: other processes of the run may be gone, and orbax ends the process
-    natively where a save has failed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code not in (0, 75):
-        os._exit(code)
-    sys.exit(code)
+    end_with(lambda: find_command(name)(rest), traceback)

@@ -1,47 +1,28 @@
 """The processes and devices of a run: bring-up and shutdown of jax.distributed, and settings of the backend."""
 
+import atexit
 import ctypes
 import itertools
 import json
 import os
+import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
+from sharder import __version__
+from sharder.channel import Channel
 from sharder.config import ClusterConfig, UserError
 from sharder.exactness import with_gpu_flags
-from sharder.rendezvous import meet, parse_address
+from sharder.place import Place, find_place
+from sharder.rendezvous import Facts, Stopped, disagreements, meet, parse_address
+from sharder.stop import PREEMPTED, StopRequest
 
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-
-
-def process_environment(environ: dict[str, str]) -> tuple[str, int, int] | None:
-    """(coordinator address, number of processes, index of this one), or None where none of the variables is set.
-
-    Raises UserError for a partial or unusable setting: a process that missed a variable would otherwise train alone.
-    """
-    given = {name: environ[name] for name in VARIABLES if environ.get(name)}
-    if not given:
-        return None
-    missing = [name for name in VARIABLES if name not in given]
-    if missing:
-        raise UserError(
-            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set but {', '.join(missing)} not:"
-            " set all three for a run of several processes, or none for a single one."
-        )
-    address = given["JAX_COORDINATOR_ADDRESS"]
-    parse_address(address)
-    try:
-        count, index = int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"])
-    except ValueError:
-        raise UserError(
-            f"JAX_NUM_PROCESSES is {given['JAX_NUM_PROCESSES']!r} and JAX_PROCESS_ID {given['JAX_PROCESS_ID']!r}:"
-            " both must be integers."
-        ) from None
-    if not 0 <= index < count:
-        raise UserError(f"JAX_PROCESS_ID is {index}, but must be in 0 .. {count - 1}: JAX_NUM_PROCESSES is {count}.")
-    return address, count, index
+SHUTDOWN_TIMEOUT_S = 300
+"""How long processes wait for one another at the end: process 0 may still be cleaning up checkpoints."""
 
 
 def compile_cache_dir(setting: str | None) -> str | None:
@@ -77,17 +58,28 @@ def device_memory_bytes() -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def initialize(config: ClusterConfig, exact: bool = False) -> None:
-    """Sets up the backend and, where the environment names several processes, joins them. Call it once, first.
+_CHANNEL: Channel | None = None
+"""To the other processes of this one's run."""
 
-    `exact`: with the compiler's settings of exact mode.
 
-    Raises UserError where processes do not find one another within `bringup_timeout_s`.
+def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None = None, stop: StopRequest | None = None) -> None:
+    """Sets up the backend and, where this is one of several processes, joins them. Call it once, first.
+
+    `exact`: with the compiler's settings of exact mode. `facts`: what must be the same in all processes, beside packages.
+
+    Raises UserError where processes do not find one another within `bringup_timeout_s`, or disagree; ends the process with 75
+    where one of them was asked to stop meanwhile.
     """
-    environment = process_environment(dict(os.environ))
+    if stop is not None:
+        stop.grace_s = config.grace_s
     keep_freed_memory()
     if exact:
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+    place = find_place(config, config.bringup_timeout_s)
+    if place is not None:
+        _meet(place, config, facts or {}, stop)
+    elif stop is not None:
+        stop.found_others(lambda code, text: None)
     import jax
 
     if config.cpu_devices is not None:
@@ -98,20 +90,99 @@ def initialize(config: ClusterConfig, exact: bool = False) -> None:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if environment is None:
-        return
-    address, count, index = environment
+    if place is not None:
+        _connect(place, config.bringup_timeout_s)
+        self_test(place.index, place.count, config.bringup_timeout_s)
+
+
+DECISION_TIMEOUT_S = 600
+"""How long processes wait for a decision of process 0, which may have to read checkpoints for it."""
+
+
+def package_versions() -> Facts:
+    """What computes, and the settings that its numbers hang on."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    versions = {f"the version of {name}": metadata.version(name) for name in names}
+    settings = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")}
+    return {"the version of sharder": __version__, "the version of Python": ".".join(platform.python_version_tuple()[:2]), **versions, **settings}
+
+
+def _meet(place: Place, config: ClusterConfig, facts: Facts, stop: StopRequest | None) -> None:
+    global _CHANNEL
+    asked = (lambda: stop.reason if stop.requested else "") if stop is not None else (lambda: "")
+    try:
+        channel = meet(place.address, place.count, place.index, package_versions() | facts, config.bringup_timeout_s, asked)
+    except Stopped as reason:
+        print(f"{reason}, before the first step; nothing is lost. Resume with the same command.", file=sys.stderr, flush=True)
+        os._exit(PREEMPTED)
+    _CHANNEL = channel.listen()
+    # A process that ends without an error and without `shutdown`, as commands beside train do, is no loss either.
+    atexit.register(channel.close)
+    if stop is not None:
+        stop.found_others(channel.tell_end)
+
+
+def _connect(place: Place, timeout_s: int) -> None:
+    import jax
+
     _keep_stdout_clean()
+    if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in os.environ):
+        os.environ.setdefault("no_grpc_proxy", parse_address(place.address)[0])
     # Ours listens to the signals (sharder.stop).
     jax.config.update("jax_enable_preemption_service", False)
-    meet(address, count, index, config.bringup_timeout_s)
     try:
-        jax.distributed.initialize(address, count, index, initialization_timeout=config.bringup_timeout_s)
+        jax.distributed.initialize(
+            place.address, place.count, place.index, place.local_device_ids, cluster_detection_method="deactivate",
+            initialization_timeout=timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        )  # fmt: skip
     except Exception as error:  # jax raises RuntimeError and backend errors of its own
         raise UserError(
-            f"process {index} of {count} could not join the others at {address} within {config.bringup_timeout_s} s"
+            f"process {place.index} of {place.count} could not join the others at {place.address} within {timeout_s} s"
             f" (--cluster.bringup-timeout-s): {str(error).splitlines()[0]}"
         ) from error
+
+
+def _sum_over_devices() -> tuple[int, int]:
+    """A sum over all devices of all processes, and what it should be; the backends of all processes meet here first."""
+    import jax
+    import numpy as np
+
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), "all")
+    over, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("all",), ()))
+    numbers = jax.make_array_from_process_local_data(over, np.full(jax.local_device_count(), 1 + jax.process_index(), np.int32))
+    total = jax.jit(lambda x: x.sum(), out_shardings=whole)(numbers)
+    return int(total), sum(1 + d.process_index for d in devices)
+
+
+def self_test(index: int, count: int, timeout_s: float) -> None:
+    """The first collective over all devices. Raises UserError naming who did not take part within `timeout_s`, or a wrong sum."""
+    client = _client()
+    results: list = []
+
+    def run() -> None:
+        try:
+            results.append(_sum_over_devices())
+        except Exception as error:  # noqa: BLE001  handed to the caller's thread
+            results.append(error)
+
+    client.key_value_set(f"sharder/self-test/begun/{index}", "")
+    thread = threading.Thread(target=run, name="self-test", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not results:
+        begun, ended = ({int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(f"sharder/self-test/{x}/")} for x in ("begun", "ended"))
+        silent = sorted(set(range(count)) - begun) or sorted(set(range(count)) - ended)
+        raise UserError(
+            f"the first collective took more than {timeout_s:g} s (--cluster.bringup-timeout-s) in process {index}: no answer from"
+            f" process {', '.join(map(str, silent))} of {count}. Look at those, and at the network between the hosts."
+        )
+    client.key_value_set(f"sharder/self-test/ended/{index}", "")
+    if isinstance(results[0], Exception):
+        raise UserError(f"the first collective failed in process {index} of {count}: {str(results[0]).splitlines()[0]}") from results[0]
+    found, expected = results[0]
+    if found != expected:
+        raise UserError(f"the first collective gave {found} in process {index} of {count}, but {expected} is right: the network or a device errs.")
 
 
 def _keep_stdout_clean() -> None:
@@ -122,31 +193,44 @@ def _keep_stdout_clean() -> None:
     sys.stdout = os.fdopen(kept, "w", buffering=1)
 
 
-_DECISIONS = itertools.count()
-"""Numbers the decisions of this process; all processes take the same ones in the same order."""
+def _client():
+    from jax._src import distributed  # the key-value store has no public name
+
+    return distributed.global_state.client
 
 
-def decide(choose: Callable[[], dict], timeout_s: int = 60) -> dict:
+def _position() -> tuple[int, int]:
+    import jax
+
+    return jax.process_index(), jax.process_count()
+
+
+_TURNS = itertools.count()
+"""Numbers the exchanges of this process; all processes take part in the same ones in the same order."""
+
+
+def decide(choose: Callable[[], dict], timeout_s: int = DECISION_TIMEOUT_S) -> dict:
     """What `choose` returns in process 0, in every process; JSON values only. Its UserError is raised in all of them.
 
     For decisions from files that process 0 may be writing already while another process looks at them, and for numbers that must
     have the same bits everywhere.
     """
-    import jax
-
-    if jax.process_count() == 1:
+    index, count = _position()
+    if count == 1:
         return choose()
-    from jax._src import distributed  # the key-value store has no public name
-
-    client, key = distributed.global_state.client, f"sharder/decide/{next(_DECISIONS)}/{choose.__module__}.{choose.__qualname__}"
-    if jax.process_index() == 0:
+    client, what = _client(), getattr(choose, "__qualname__", "what is to be done")
+    key = f"sharder/decide/{next(_TURNS)}/{what}"
+    if index == 0:
         try:
             decision = {"value": choose()}
         except UserError as error:
             decision = {"error": str(error)}
         client.key_value_set(key, json.dumps(decision))
     else:
-        decision = json.loads(client.blocking_key_value_get(key, timeout_s * 1000))
+        found = _value(key, timeout_s)
+        if found is None:
+            raise UserError(f"process {index} of {count} waited {timeout_s} s for what process 0 decides in {what}: look at that process.")
+        decision = json.loads(found)
     if "error" in decision:
         raise UserError(decision["error"])
     return decision["value"]
@@ -161,18 +245,15 @@ def exchange(name: str, value: object, timeout_s: float = 300) -> list:
 
     Raises PeerLost naming the process that has not given its value within `timeout_s`.
     """
-    import jax
-
-    if jax.process_count() == 1:
+    own, count = _position()
+    if count == 1:
         return [value]
-    from jax._src import distributed  # as above
-
-    client, deadline, values = distributed.global_state.client, time.monotonic() + timeout_s, []
+    client, deadline, values = _client(), time.monotonic() + timeout_s, []
     prefix = f"sharder/exchange/{name}"
-    for index in range(-1, jax.process_count()):
+    for index in range(-1, count):
         try:
             if index < 0:
-                client.key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(value))
+                client.key_value_set(f"{prefix}/{own}", json.dumps(value))
             else:
                 left_ms = max(int(1000 * (deadline - time.monotonic())), 1)
                 values.append(json.loads(client.blocking_key_value_get(f"{prefix}/{index}", left_ms)))
@@ -182,9 +263,62 @@ def exchange(name: str, value: object, timeout_s: float = 300) -> list:
     return values
 
 
+def _value(key: str, timeout_s: float) -> str | None:
+    """The value of a key, waited for; None where it is not set in time."""
+    try:
+        return _client().blocking_key_value_get(key, max(1, int(1000 * timeout_s)))
+    except Exception as error:  # of jaxlib, DEADLINE_EXCEEDED
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def agree(what: str, facts: Facts, timeout_s: float) -> None:
+    """A barrier at which all processes must hold the same `facts`; nothing for a single process.
+
+    Raises UserError, in all of them, naming process and both values where two differ, and who did not come within `timeout_s`.
+    """
+    index, count = _position()
+    if count == 1:
+        return
+    client, key = _client(), f"sharder/agree/{next(_TURNS)}"
+    client.key_value_set(f"{key}/{index}", json.dumps(facts))
+    if index == 0:
+        deadline = time.monotonic() + timeout_s
+        found = {i: _value(f"{key}/{i}", deadline - time.monotonic()) for i in range(1, count)}
+        missing = ", ".join(str(i) for i, text in found.items() if text is None)
+        differ = [d for i, text in found.items() if text is not None for d in disagreements(facts, json.loads(text), i)]
+        late = [f"process 0 waited {timeout_s:g} s at the barrier '{what}' for process {missing} of {count}"] if missing else []
+        same = [f"All processes of a run need the same {what}"] if differ else []
+        verdict = ". ".join(filter(None, ["; ".join(late + differ[:8]), *same]))
+        client.key_value_set(f"{key}/verdict", verdict)
+    else:
+        # Process 0 speaks last, and may have waited for others before.
+        verdict = _value(f"{key}/verdict", timeout_s + 5)
+        if verdict is None:
+            verdict = f"process {index} waited {timeout_s:g} s at the barrier '{what}' for process 0 of {count}"
+    if verdict:
+        raise UserError(f"{verdict}.")
+
+
+def tell_end(code: int, text: str) -> None:
+    """Lets the other processes know that this one ends before its time; where another has ended before, ends as its peer."""
+    if _CHANNEL is None:
+        return
+    if _CHANNEL.heard is not None:
+        _CHANNEL.follow(_CHANNEL.heard)
+    _CHANNEL.tell_end(code, text)
+
+
 def shutdown() -> None:
-    """Leaves the group after success, when all processes have arrived. After a failure do not call it: exit."""
+    """Leaves the group when all processes have arrived. After a failure do not call it: exit.
+
+    Raises UserError naming who did not arrive.
+    """
     import jax
 
     if jax.process_count() > 1:
+        agree("end", {}, SHUTDOWN_TIMEOUT_S)
         jax.distributed.shutdown()
+        if _CHANNEL is not None:
+            _CHANNEL.close()

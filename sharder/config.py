@@ -125,6 +125,10 @@ class TrainConfig:
     """Steps between evaluations of the held-out split; 0: only at the end."""
     validation_batches: int | None = None
     """Batches per evaluation; unset: the whole split."""
+    max_minutes: float | None = None
+    """Save and stop, to be resumed, this long after the start of the process; for queues with a time limit."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Where the loss or the norm of the gradients is not a finite number: stop at the state before the step, or drop its batch."""
 
     def __post_init__(self):
         check_fields(self, "train")
@@ -141,6 +145,7 @@ class TrainConfig:
             self.validation_batches is None or self.validation_batches >= 1,
             "train.validation_batches", self.validation_batches, "at least 1",
         )  # fmt: skip
+        require(self.max_minutes is None or self.max_minutes > 0, "train.max_minutes", self.max_minutes, "above 0")
 
 
 @dataclass(frozen=True)
@@ -166,8 +171,16 @@ class ClusterConfig:
 
     cpu_devices: int | None = None
     """Simulate this many devices per process on the CPU."""
+    coordinator_address: str | None = None
+    """host:port where process 0 listens; unset, as the two below: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID, or
+    what SLURM, Open MPI, Kubernetes or a TPU says."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    """0 .. num_processes - 1."""
     bringup_timeout_s: int = 60
     """How long processes wait for one another at start."""
+    grace_s: float = 120.0
+    """From a request to stop to the end of the process, with or without a save; give what the machine gives after SIGTERM."""
     compile_cache: str | None = None
     """Folder of compiled programs; unset: ~/.cache/sharder/compiled; "off": none."""
 
@@ -175,7 +188,10 @@ class ClusterConfig:
         check_fields(self, "cluster")
         # Each simulated device is a thread pool: thousands of them stop the machine.
         require(self.cpu_devices is None or 1 <= self.cpu_devices <= 1024, "cluster.cpu_devices", self.cpu_devices, "from 1 to 1024")
+        require(self.num_processes is None or self.num_processes >= 1, "cluster.num_processes", self.num_processes, "at least 1")
+        require(self.process_id is None or self.process_id >= 0, "cluster.process_id", self.process_id, "at least 0")
         require(self.bringup_timeout_s >= 1, "cluster.bringup_timeout_s", self.bringup_timeout_s, "at least 1")
+        require(self.grace_s > 0, "cluster.grace_s", self.grace_s, "above 0")
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def test_ctrl_c_outside_training_is_one_line_and_130(tmp_path):
 def test_processes_that_do_not_meet_are_named_not_aborted(tmp_path):
     setting = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     result = sharder("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.bringup-timeout-s", "2", **setting)
-    assert result.returncode == 2 and "process 1 did not meet process 0 at 127.0.0.1:9" in result.stderr
+    assert result.returncode == 2 and "process 1 of 2 did not meet process 0 at 127.0.0.1:9" in result.stderr
 
 
 def test_check_prints_all_findings_as_json_and_nothing_else():

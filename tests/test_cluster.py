@@ -3,38 +3,7 @@ import sys
 
 import pytest
 
-from sharder.cluster import VARIABLES, compile_cache_dir, process_environment
-from sharder.config import UserError
-
-FULL = dict(zip(VARIABLES, ("127.0.0.1:1234", "4", "2")))
-
-
-def test_nothing_set_is_a_single_process():
-    assert process_environment({"PATH": "x"}) is None
-
-
-def test_a_full_setting_is_read():
-    assert process_environment(FULL) == ("127.0.0.1:1234", 4, 2)
-
-
-@pytest.mark.parametrize("missing", VARIABLES)
-def test_a_partial_setting_names_what_is_missing(missing):
-    with pytest.raises(UserError, match=f"but {missing} not"):
-        process_environment({k: v for k, v in FULL.items() if k != missing})
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID is 4, but must be in 0 .. 3"),
-        ({"JAX_PROCESS_ID": "-1"}, "must be in 0 .. 3"),
-        ({"JAX_NUM_PROCESSES": "many"}, "both must be integers"),
-        ({"JAX_COORDINATOR_ADDRESS": "localhost"}, "must be host:port"),
-    ],
-)
-def test_an_unusable_setting_is_refused_with_the_numbers(change, message):
-    with pytest.raises(UserError, match=message):
-        process_environment(FULL | change)
+from sharder.cluster import compile_cache_dir
 
 
 def test_the_compile_cache_can_be_turned_off():

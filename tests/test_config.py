@@ -140,12 +140,16 @@ REFUSED = [
     (TrainConfig, "log_every", 0),
     (TrainConfig, "validate_every", -1),
     (TrainConfig, "validation_batches", 0),
+    (TrainConfig, "max_minutes", 0.0),
     (CheckpointConfig, "every", -1),
     (CheckpointConfig, "keep_last", 0),
     (CheckpointConfig, "keep_every", 0),
     (ClusterConfig, "cpu_devices", 0),
     (ClusterConfig, "cpu_devices", 1025),
+    (ClusterConfig, "num_processes", 0),
+    (ClusterConfig, "process_id", -1),
     (ClusterConfig, "bringup_timeout_s", 0),
+    (ClusterConfig, "grace_s", 0.0),
 ]
 SECTION = {
     MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model", Pi0Config: "model", SiglipConfig: "model.vision",

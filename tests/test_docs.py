@@ -200,7 +200,7 @@ def commands_in_blocks(text: str) -> list[str]:
 
 GOOD = {
     "what it names": "`maybe_initialize`",
-    "here": "`sharder/cluster.py::process_environment`, `sharder/data/order.py::Order.seed`",
+    "here": "`sharder/place.py::given_place`, `sharder/data/order.py::Order.seed`",
     "command": "`sharder launch --processes 2 -- train tiny_lm --run-dir runs/a --train.steps 3`",
     "test": "`tests/test_docs.py::test_a_true_row_has_no_problem`",
     "state": "done",
@@ -223,7 +223,7 @@ def test_a_true_row_has_no_problem():
         ({"test": "-"}, "without a test"),
         ({"test": "`tests/test_docs.py::test_nothing`"}, "defines no test_nothing"),
         ({"test": "`tests/test_docs.py::GOOD`"}, "is not a test"),
-        ({"test": "`sharder/cluster.py::process_environment`"}, "is not a test"),
+        ({"test": "`sharder/place.py::given_place`"}, "is not a test"),
         ({"command": "`sharder trian tiny_lm`"}, "no command 'trian'"),
         ({"command": "`sharder check tiny_ml`"}, "no recipe 'tiny_ml'"),
         ({"command": "`sharder check tiny_lm --parallel.degree 2`"}, "--parallel.degree"),

@@ -16,8 +16,9 @@ RANKS = [
     {"fields"},
     {"data_config", "model_config"},
     {"config", "events", "stop"},
-    {"finding"},
-    {"accounting", "exactness", "facts", "identity", "lock", "recipes", "rendezvous"},
+    {"channel", "finding"},
+    {"accounting", "exactness", "facts", "identity", "lock", "process_log", "recipes", "rendezvous"},
+    {"place"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},
@@ -26,6 +27,7 @@ RANKS = [
     {"train"},
     {"serve", "sim", "launch", "report", "weights"},
     {"study"},
+    {"ending"},
     {"cli", "session"},
 ]
 # The demo compares two runs; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint

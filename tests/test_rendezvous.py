@@ -6,12 +6,12 @@ import pytest
 
 from sharder.config import UserError
 from sharder.launch.supervisor import free_port
-from sharder.rendezvous import meet, parse_address
+from sharder.rendezvous import Stopped, meet, parse_address
 
 
-@pytest.mark.parametrize("address", ["localhost:xx", "localhost", "localhost:0", "localhost:65536", "localhost:-1", ":80", "a:"])
-def test_an_address_without_a_usable_port_is_refused(address):
-    with pytest.raises(UserError, match="must be host:port, with a port from 1 to 65535"):
+@pytest.mark.parametrize("address", ["localhost", "localhost:", ":1234", "localhost:0", "localhost:65536", "localhost:port"])
+def test_addresses_without_host_or_port_are_refused(address):
+    with pytest.raises(UserError, match="must be host:port"):
         parse_address(address)
 
 
@@ -19,17 +19,17 @@ def test_addresses_of_both_kinds_are_read():
     assert parse_address("10.0.0.1:80") == ("10.0.0.1", 80) and parse_address("[::1]:8080") == ("::1", 8080)
 
 
-def outcomes(address, count, indices, timeout_s):
-    """What `meet` raised in each of these processes, by index."""
+def outcomes(port, processes, timeout_s):
+    """What `meet` gave or raised in each of these processes, by number of the list: (index, count, facts, reason to stop)."""
     found = {}
 
-    def go(index):
+    def go(number, index, count, facts, stop):
         try:
-            found[index] = meet(address, count, index, timeout_s)
-        except UserError as error:
-            found[index] = str(error)
+            found[number] = meet(f"127.0.0.1:{port}", count, index, facts, timeout_s, lambda: stop)
+        except (UserError, Stopped) as error:
+            found[number] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=go, args=(i,)) for i in indices]
+    threads = [threading.Thread(target=go, args=(n, *process)) for n, process in enumerate(processes)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -37,21 +37,32 @@ def outcomes(address, count, indices, timeout_s):
     return found
 
 
+def of(count, indices, facts=None):
+    return [(i, count, facts or {}, "") for i in indices]
+
+
 def test_all_that_come_go_on_and_the_port_is_free_again():
     port = free_port()
-    assert outcomes(f"127.0.0.1:{port}", 3, (2, 1, 0), 20) == {0: None, 1: None, 2: None}
+    found = outcomes(port, of(3, (2, 1, 0)), 20)
+    assert [found[n].index for n in range(3)] == [2, 1, 0]
+    # Their connections are still open.
     socket.create_server(("", port)).close()
 
 
 def test_process_0_names_who_is_missing():
-    found = outcomes(f"127.0.0.1:{free_port()}", 4, (0, 2), 1.5)
-    assert "these did not arrive: 1, 3" in found[0] and "process 2 did not meet process 0" in found[2]
+    found = outcomes(free_port(), of(4, (0, 2)), 1.5)
+    assert "these did not arrive: 1, 3" in found[0] and found[1] == found[0]
 
 
 def test_a_process_without_a_coordinator_ends_in_time():
     started = time.monotonic()
-    found = outcomes(f"127.0.0.1:{free_port()}", 2, (1,), 1)
-    assert "process 1 did not meet process 0" in found[1] and "within 1 s" in found[1] and time.monotonic() - started < 5
+    found = outcomes(free_port(), of(2, (1,)), 1)
+    assert "process 1 of 2 did not meet process 0" in found[0] and "within 1 s" in found[0] and time.monotonic() - started < 5
+
+
+def test_a_host_that_is_not_known_is_named():
+    with pytest.raises(UserError, match="did not meet process 0 at no.such.host.invalid:1234"):
+        meet("no.such.host.invalid:1234", 2, 1, {}, 0.5)
 
 
 def test_a_stranger_at_the_port_counts_for_nobody():
@@ -64,12 +75,60 @@ def test_a_stranger_at_the_port_counts_for_nobody():
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    found = outcomes(f"127.0.0.1:{port}", 2, (0,), 1.5)
+    found = outcomes(port, of(2, (0,)), 1.5)
     thread.join()
     assert "these did not arrive: 1" in found[0]
 
 
 def test_a_port_that_is_in_use_is_named():
     with socket.create_server(("", 0)) as server:
-        found = outcomes(f"127.0.0.1:{server.getsockname()[1]}", 2, (0,), 1)
-    assert "cannot use port" in found[0]
+        found = outcomes(server.getsockname()[1], of(2, (0,)), 1)
+    assert "process 0 cannot use port" in found[0]
+
+
+def test_another_number_of_processes_ends_all_with_both_numbers():
+    """Process 0 was told of two, the others of four."""
+    found = outcomes(free_port(), of(2, (0,)) + of(4, (1, 2, 3)), 20)
+    for text in found.values():
+        assert text.startswith("UserError") and "the number of processes is 2 in process 0, but 4 in process 1" in text
+
+
+def test_other_facts_end_all_with_both_values():
+    facts = {"the version of jax": "0.10.2", "--train.seed": 0}
+    found = outcomes(free_port(), of(3, (0, 1), facts) + of(3, (2,), facts | {"--train.seed": 7}), 20)
+    for text in found.values():
+        assert text.startswith("UserError: --train.seed is 0 in process 0, but 7 in process 2.")
+
+
+def test_a_fact_that_only_one_has_is_named():
+    found = outcomes(free_port(), of(2, (0,), {"a": 1}) + of(2, (1,), {"a": 1, "b": 2}), 20)
+    assert "b is None in process 0, but 2 in process 1" in found[0]
+
+
+def test_one_index_twice_ends_all():
+    """The others of the four never come."""
+    found = outcomes(free_port(), of(4, (0, 1, 1)), 20)
+    for text in found.values():
+        assert "two processes say that they are process 1" in text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_request_to_stop_ends_all(who):
+    """Process 2 of 3 never comes."""
+    started = time.monotonic()
+    processes = [(i, 3, {}, "SIGTERM" if i == who else "") for i in (0, 1)]
+    found = outcomes(free_port(), processes, 300)
+    assert {text for text in found.values()} == {f"Stopped: process {who} was stopped by SIGTERM"}
+    assert time.monotonic() - started < 60
+
+
+def test_one_that_went_away_may_come_again(monkeypatch):
+    monkeypatch.setattr("sharder.rendezvous.VERDICT_S", 0.5)
+    port = free_port()
+    found = {}
+    zero = threading.Thread(target=lambda: found.update(zero=meet(f"127.0.0.1:{port}", 3, 0, {}, 60)))
+    zero.start()
+    assert "did not meet" in outcomes(port, of(3, (1,)), 1)[0]
+    found |= outcomes(port, of(3, (1, 2)), 60)
+    zero.join()
+    assert [c.index for c in (found[0], found[1], found["zero"])] == [1, 2, 0]

@@ -128,11 +128,11 @@ def filled_pairwise_sum(x: jax.Array) -> jax.Array:
     return pairwise_sum(jnp.pad(x, (0, missing)))
 
 
-def ordered_sum_of_squares(leaves: Sequence[jax.Array], chunkings: Sequence[Chunking]) -> jax.Array:
-    """Sum of the squares of all elements of all leaves, float32 scalar, the same bits however the leaves are divided by fsdp.
+def ordered_sums_of_squares(leaves: Sequence[jax.Array], chunkings: Sequence[Chunking]) -> jax.Array:
+    """Sum of the squares of all elements of each leaf, float32 (leaves,), the same bits however they are divided by fsdp;
+    `filled_pairwise_sum` adds them up.
 
-    Canonical chunks are summed in lanes, lanes by the tree, then chunks, tensor shards and leaves. Traffic: one scalar for
-    each chunk.
+    Canonical chunks are summed in lanes, lanes by the tree, then chunks and tensor shards. Traffic: one scalar for each chunk.
     """
     rows = [c.num_chunks // c.fsdp for c in chunkings]
     lanes = jnp.concatenate([lane_squares(chunk_rows(x, c.dim, r)) for x, c, r in zip(leaves, chunkings, rows)])
@@ -143,4 +143,4 @@ def ordered_sum_of_squares(leaves: Sequence[jax.Array], chunkings: Sequence[Chun
         total = pairwise_sum(mine if c.fsdp == 1 else jax.lax.all_gather(mine, "fsdp", tiled=True))
         totals.append(total if c.tensor == 1 else filled_pairwise_sum(jax.lax.all_gather(total, "tensor")))
         start += r
-    return filled_pairwise_sum(jnp.stack(totals))
+    return jnp.stack(totals)

@@ -10,12 +10,12 @@ from sharder.train.step import lower_step, stop_sharding
 
 
 def abstract_arguments(setup: Setup) -> tuple:
-    """State, batch, seed and stop flags of the declarative step."""
+    """State, batch, seed, stop flags and `halted` of the declarative step."""
     state = jax.tree.map(_placed, declare_state(setup.config, setup.declared), setup.state_shardings)
     batch = setup.batch.abstract(example_shapes(setup.config))
     seed = jax.ShapeDtypeStruct((), np.uint32, sharding=setup.replicated())
     stop = jax.ShapeDtypeStruct((setup.mesh.size,), np.int32, sharding=stop_sharding(setup.mesh))
-    return state, batch, seed, stop
+    return state, batch, seed, stop, jax.ShapeDtypeStruct((), np.bool_, sharding=setup.replicated())
 
 
 def _placed(x: jax.ShapeDtypeStruct, sharding) -> jax.ShapeDtypeStruct:

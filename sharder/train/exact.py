@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder.data.loader import WorkerLayout
 from sharder.models.build import flatten, unflatten
-from sharder.ops.ordered import REPLICAS, Chunking, TreeAccumulator, num_chunks, ordered_sum_of_squares, pairwise_sum
+from sharder.ops.ordered import REPLICAS, Chunking, TreeAccumulator, filled_pairwise_sum, num_chunks, ordered_sums_of_squares, pairwise_sum
 from sharder.sharding.mesh import AXES
 from sharder.sharding.plan import LeafPlan, divisor
 from sharder.sharding.policy import storage_dim
@@ -50,11 +50,11 @@ def chunking(setup: Setup, leaf: LeafPlan, num_workers: int) -> Chunking:
 
 
 class ExactStep:
-    """The compiled step (state, batch, seed, stop flags) -> (state, metrics); the state is donated."""
+    """The compiled step (state, batch, seed, stop flags, halted) -> (state, metrics); the state is donated."""
 
     def __init__(self, setup: Setup, layout: WorkerLayout, arguments: tuple):
         """`arguments`: arrays or shapes like those of a call; everything is compiled here."""
-        state, batch, seed, stop = arguments
+        state, batch, seed, stop, halted = arguments
         self.setup, self.layout = setup, layout
         self.waited_s = 0.0
         """How long the last call waited for the devices."""
@@ -62,7 +62,7 @@ class ExactStep:
         self.slots = SLOTS[setup.config.parallel.exact_memory](setup, layout, state, batch[0])
         self._add = self._compile_add()
         self._mean = self._compile_mean()
-        self._finish = self._compile_finish(state, stop)
+        self._finish = self._compile_finish(state, stop, halted)
 
     @property
     def num_worker_runs(self) -> int:
@@ -100,13 +100,13 @@ class ExactStep:
         return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for shape, dtype in kinds)
 
     def _compile_mean(self):
-        """Sums over all workers to the gradients of the mean loss, their global norm, the mean loss, and the digest of the
-        examples."""
+        """Sums over all workers to the gradients of the mean loss, their global norm, the mean loss, the digest of the
+        examples, and which leaves of the gradients are finite."""
         setup, mesh = self.setup, self.setup.mesh
         leaves = list(setup.plan.leaves.values())
         chunkings = [chunking(setup, leaf, self.num_workers) for leaf in leaves]
-        norm_of = jax.shard_map(
-            lambda *grads: jnp.sqrt(ordered_sum_of_squares(grads, chunkings)),
+        squares_of = jax.shard_map(
+            lambda *grads: ordered_sums_of_squares(grads, chunkings),
             mesh=mesh, in_specs=tuple(leaf.update for leaf in leaves), out_specs=PartitionSpec(), axis_names=set(AXES), check_vma=False,
         )  # fmt: skip
 
@@ -116,13 +116,14 @@ class ExactStep:
                 loss, weight, digest = (pairwise_sum(jnp.concatenate(xs)) for xs in zip(*slots))
                 sums = flatten(grad_sums)
                 grads = {leaf.path: self.slots.gradient(sums[leaf.path], len(leaf.decl.shape)) / weight for leaf in leaves}
-                return unflatten(grads), norm_of(*grads.values()), loss / weight, digest
+                squares = squares_of(*grads.values())
+                return unflatten(grads), jnp.sqrt(filled_pairwise_sum(squares)), loss / weight, digest, jnp.isfinite(squares)
 
-        out = (unflatten(setup.plan.shardings("update", mesh)), *[setup.replicated()] * 3)
+        out = (unflatten(setup.plan.shardings("update", mesh)), *[setup.replicated()] * 4)
         slots = (self._slot_scalars(),) * self.layout.num_slots
         return jax.jit(mean, out_shardings=out).lower(self.slots.gradient_shapes, slots).compile()
 
-    def _compile_finish(self, state: TrainState, stop):
+    def _compile_finish(self, state: TrainState, stop, halted):
         """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the
         sums were inside it, the compiler moved the clipping factor through the moments differently for n = 1."""
         setup = self.setup
@@ -135,9 +136,9 @@ class ExactStep:
         digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
         out = (setup.state_shardings, setup.replicated())
         program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
-        return program.lower(jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop)).compile()
+        return program.lower(jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop), shape(halted)).compile()
 
-    def __call__(self, state: TrainState, batch: list[dict], seed: jax.Array, stop: jax.Array) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: list[dict], seed, stop, halted) -> tuple[TrainState, Metrics]:
         shared, self.waited_s = self.slots.begin(state, seed), 0.0
         gradients, scalars = TreeAccumulator(self._add), []
         for slot, slot_batch in enumerate(batch):
@@ -149,4 +150,6 @@ class ExactStep:
                 jax.block_until_ready(scalars[-1])
                 self.waited_s += time.perf_counter() - started
             scalars.append(tuple(of_slot))
-        return self._finish(state, *self._mean(gradients.total(), tuple(scalars)), stop)
+        *mean, finite_leaves = self._mean(gradients.total(), tuple(scalars))
+        state, metrics = self._finish(state, *mean, stop, halted)
+        return state, metrics | {"finite_leaves": finite_leaves}

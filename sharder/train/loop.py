@@ -6,8 +6,10 @@ loader at state.step -> for each step: dispatch, then read the previous step's m
 """
 
 import json
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,25 +17,29 @@ import jax
 from sharder import __version__, checkpoint, cluster
 from sharder.accounting import account
 from sharder.checkpoint.save import Saver
-from sharder.config import RunConfig
+from sharder.config import RunConfig, UserError
 from sharder.data.dataset import Dataset
 from sharder.data.loader import open_loader
 from sharder.data.open import open_datasets, open_order, write_assets
 from sharder.data.order import Order
-from sharder.events import EventLog
+from sharder.events import EventLog, read_json_lines
 from sharder.exactness import untested
+from sharder.identity import shared_settings
 from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
 from sharder.instrument.peak import matrix_ceiling
 from sharder.models.freeze import describe as describe_frozen
+from sharder.place import without_place
 from sharder.preflight import with_reduction
+from sharder.process_log import ProcessLog
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
 from sharder.train.console import open_console
 from sharder.train.description import state_leaves
-from sharder.train.evaluation import evaluate, make_eval_step
+from sharder.train.evaluation import Interrupted, evaluate, make_eval_step
 from sharder.train.exact import ExactStep
 from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
+from sharder.train.nonfinite import gradient_paths
 from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.run_dir import Attempt, Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
 from sharder.train.saved import check_data, describe_save, restore_newest
@@ -43,41 +49,55 @@ from sharder.train.step import compile_step
 from sharder.train.step_ledger import StepLedger
 from sharder.train.stepping import Stepper
 
+STOP_FILE = "STOP"
+"""In the folder of a run: while it is there, the run stops and does not start."""
+DATA_TIMEOUT_S = 1800
+"""How long processes wait for one another to open the data: a host may have to tokenize first."""
+
 
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
+    facts = shared_settings(config) | {"--run-dir": os.path.abspath(run_dir), "--resume": resume}
     # The compiler's settings come first, and those of a run that goes on are the run's.
-    cluster.initialize(config.cluster, exact=mode_asked_for(run_dir, config) == "exact")
+    cluster.initialize(config.cluster, mode_asked_for(run_dir, config) == "exact", facts, stop)
+    config = replace(config, cluster=without_place(config.cluster))
     lock = RunLock(run_dir)
-    try:
-        return run(config, run_dir, resume, stop, lock)
-    except cluster.PeerLost as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if not is_about_room(run_dir, error):
-            raise
-        raise no_room(run_dir, error) from error
-    finally:
-        lock.release()
+    with ProcessLog() as log:
+        try:
+            return run(config, run_dir, resume, stop, lock, log)
+        except cluster.PeerLost as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            if not is_about_room(run_dir, error):
+                raise
+            raise no_room(run_dir, error) from error
+        finally:
+            stop.close()
+            lock.release()
 
 
-def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock) -> int:
+def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog) -> int:
     """The story itself. Raises OSError where a file of the run cannot be written."""
     config, resized = with_sizes_of_weights(config, run_dir)
     attempt = agree_on_attempt(run_dir, resume, config, lock)
     config = with_reduction(config, attempt.reduction)
-    if attempt.resume_step is not None and attempt.resume_step >= config.train.steps:
+    unevaluated = cluster.decide(lambda: {"record": interrupted_evaluation(run_dir, attempt.resume_step)})["record"]
+    if attempt.resume_step is not None and attempt.resume_step >= config.train.steps and unevaluated is None:
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
         cluster.shutdown()
         return 0
     setup = prepare(config, run_dir=run_dir)
     config = setup.config
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
+    cluster.agree("data", data_facts(training, validation), DATA_TIMEOUT_S)
     order = open_order(config, training)
     if attempt.resume_step is not None:
         check_data(run_dir, attempt.resume_step, training)
     events = open_run(setup, attempt, training, order)
+    log.open(run_dir, jax.process_index(), f"attempt {attempt.number}, process {jax.process_index()} of {jax.process_count()}")
+    if jax.process_index() == 0:
+        stop.watch(run_dir / STOP_FILE, config.train.max_minutes)
 
     if attempt.resume_step is None:
         first_step, state = 0, create_state(config, setup.declared, setup.state_shardings)
@@ -103,9 +123,22 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
             manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
             saver.save(step, by_path(state), manifest)
 
+    def evaluate_into(record: dict) -> None:
+        """Adds the evaluation of the present parameters to their record, and writes it; where it is interrupted, without."""
+        try:
+            with ledger.part("evaluation"):
+                loss = evaluate(eval_step, state.params, validation, setup, lambda: stop.requested)[0]
+            stepper.write(record | validation_fields(loss, setup.declared.tokens_per_example))
+        except Interrupted:
+            stepper.stop_agreed = stepper.evaluation_interrupted = True
+            stepper.write(record)
+        stepper.resume_clock()
+
+    if eval_step is not None and unevaluated is not None and first_step == attempt.resume_step:
+        evaluate_into(unevaluated | {"attempt": attempt.number})
     step, saved = first_step, None if attempt.resume_step is None else first_step
     ledger.restart()
-    while step < config.train.steps and not stepper.stop_agreed:
+    while step < config.train.steps and not stepper.stop_agreed and stepper.nonfinite is None:
         with ledger.part("data_wait"):
             batch = next(loader)
         ledger.move("data_wait", "host_to_device", loader.copy_wait_s)
@@ -114,19 +147,19 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         last = step == config.train.steps
         if eval_step is not None and (last or due(step, config.train.validate_every)):
             record = stepper.drain()
-            with ledger.part("evaluation"):
-                loss = evaluate(eval_step, state.params, validation, setup)[0]
-            record |= validation_fields(loss, setup.declared.tokens_per_example)
-            stepper.write_if_due(record)
-            stepper.resume_clock()
+            if record is not None:
+                evaluate_into(record)
         if due(step, config.checkpoint.every) and not last:
             stepper.write_pending()
-            save(step, state)
-            saved = step
+            if stepper.nonfinite is None:
+                save(step, state)
+                saved = step
             stepper.resume_clock()
 
     stepper.write_pending()
-    if saved != step:
+    if stepper.nonfinite is not None:
+        step = stepper.nonfinite.step - 1
+    if step not in (saved, 0):
         save(step, state)
     ledger.close(step)
     loader.close()
@@ -136,6 +169,21 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         for writer in writers:
             writer.close()
     return close_run(setup, stepper, events, step, stop)
+
+
+def data_facts(training: Dataset, validation: Dataset | None) -> dict:
+    """What must be the same of the data in all processes."""
+    splits = {"training": training} | ({"validation": validation} if validation is not None else {})
+    facts = {f"the SHA-256 of the {name} data": split.fingerprint for name, split in splits.items()}
+    return facts | {f"the number of {name} examples": len(split) for name, split in splits.items()}
+
+
+def interrupted_evaluation(run_dir: Path, step: int | None) -> dict | None:
+    """The record of `step`, where the attempt before stopped in its evaluation: it is due again."""
+    stops = [e for e in read_json_lines(run_dir / "events.jsonl")[0] if e.get("kind") == "stopped"]
+    if not stops or stops[-1].get("step") != step or stops[-1].get("evaluation") != "interrupted":
+        return None
+    return next((r for r in reversed(read_json_lines(run_dir / "metrics.jsonl")[0]) if r.get("step") == step), None)
 
 
 def due(step: int, every: int) -> bool:
@@ -153,6 +201,8 @@ def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: Run
 
     def choose() -> dict:
         lock.take()
+        if (run_dir / STOP_FILE).exists():
+            raise UserError(f"{run_dir / STOP_FILE} asks this run to stop: remove it to continue.")
         attempt = open_attempt(run_dir, resume, config)
         return {"number": attempt.number, "resume_step": attempt.resume_step, "reduction": attempt.reduction}
 
@@ -222,6 +272,9 @@ def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
         num_devices=jax.device_count(),
         peak_flops=matrix_ceiling(config.model.compute_dtype).value,
         state_paths=list(by_path(setup.state_shardings)),
+        gradient_paths=gradient_paths(setup.declared),
+        example_ids=lambda step: order.ids(step - 1, 0, config.train.global_batch_size),
+        skips_nonfinite=config.train.on_nonfinite == "skip",
         attempt=attempt.number,
     )
 
@@ -239,10 +292,15 @@ def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: Even
 
 def close_run(setup: Setup, stepper: Stepper, events: EventLog, step: int, stop: StopRequest) -> int:
     """Leaves the group, says how it ended; returns the exit code."""
-    stopped = step < setup.config.train.steps
-    events.write("stopped" if stopped else "end", step, reason=stop.reason or None)
+    failed, interrupted = stepper.nonfinite is not None, stepper.evaluation_interrupted
+    stopped = step < setup.config.train.steps or interrupted
+    reason = "nonfinite" if failed else stop.reason or None
+    events.write("stopped" if stopped else "end", step, reason=reason, **({"evaluation": "interrupted"} if interrupted else {}))
     events.close()
     cluster.shutdown()
-    ending = "stopped; resume with the same command" if stopped else "finished"
-    say(f"{ending}: step {step}, loss {stepper.record['loss']:.4f}, fingerprint {stepper.record['fingerprint']}")
-    return PREEMPTED if stopped else 0
+    if stepper.num_skipped:
+        say(f"{stepper.num_skipped} batches were not finite and were dropped")
+    ending = "stopped, not finite" if failed else "stopped; resume with the same command" if stopped else "finished"
+    at = f", loss {stepper.record['loss']:.4f}, fingerprint {stepper.record['fingerprint']}" if stepper.record else ""
+    say(f"{ending}: step {step}{at}")
+    return 1 if failed else PREEMPTED if stopped else 0

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +29,10 @@ class StepFacts:
     num_devices: int
     peak_flops: float | None
     state_paths: list[str]
+    gradient_paths: list[str]
+    example_ids: Callable[[int], np.ndarray]
+    """Ids of the examples of the step that made so many completed steps."""
+    skips_nonfinite: bool
     attempt: int
 
 

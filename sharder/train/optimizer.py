@@ -95,9 +95,14 @@ def to_float32(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+def sums_of_squares(grads):
+    """Of each leaf, float32; infinite or NaN where any element is, or its square."""
+    return jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), grads)
+
+
 def global_norm(grads) -> jax.Array:
     """Square root of the sum of all squares, float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
+    return jnp.sqrt(sum(jax.tree.leaves(sums_of_squares(grads))))
 
 
 def clipped(grads, norm: jax.Array, clip_norm: float | None):

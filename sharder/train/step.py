@@ -9,18 +9,19 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.models.build import merged, unflatten
+from sharder.models.build import flatten, merged, unflatten
 from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
 from sharder.sharding.policy import stacked_matrices
 from sharder.train.fingerprint import digests, rows_digest
-from sharder.train.optimizer import clipped, global_norm, make_optimizer, moving_average, schedule, to_float32
+from sharder.train.optimizer import clipped, make_optimizer, moving_average, schedule, sums_of_squares, to_float32
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, by_path
 
@@ -30,6 +31,11 @@ Metrics = dict[str, jax.Array]
 def stop_sharding(mesh: Mesh) -> NamedSharding:
     """Layout of the stop flags: one int32 for each device."""
     return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def stop_flags(mesh: Mesh, value: bool) -> jax.Array:
+    """The flags of this process's devices; their maximum over all is whether any process was asked to stop."""
+    return jax.make_array_from_process_local_data(stop_sharding(mesh), np.full(jax.local_device_count(), value, np.int32))
 
 
 def example_keys(seed: jax.Array, step: jax.Array, slots: jax.Array) -> jax.Array:
@@ -94,20 +100,38 @@ def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, ba
     return jax.lax.scan(body, nothing, (batch, jnp.arange(num_slots)))[0]
 
 
-def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest, stop) -> tuple[TrainState, Metrics]:
+def only_if_finite(setup: Setup, old: TrainState, new: TrainState, finite: jax.Array, halted: jax.Array) -> tuple[TrainState, jax.Array]:
+    """The new state where the step was finite, else the old one; and whether the run is halted.
+
+    A run that stops is halted from its first step that is not finite on: the steps that were dispatched before the host could
+    see it change nothing either. A run that skips goes on: the step counts, and with it the schedule, but nothing is learnt.
+    """
+    skips = setup.config.train.on_nonfinite == "skip"
+    halted = halted if skips else halted | ~finite
+    keep = finite if skips else ~halted
+    kept = jax.tree.map(lambda n, o: jax.lax.select(keep, n, o), new, old)
+    if skips:
+        kept = TrainState(new.step, kept.params, (*kept.opt_state[:-1], new.opt_state[-1]), kept.ema)
+    return kept, halted
+
+
+def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest, stop, halted) -> tuple[TrainState, Metrics]:
     """Update, return to the layouts at rest, fingerprint: the second half of a step, the same in both engines.
 
     `grads` are those of the mean loss, in the update layout, and `norm` their global norm; `batch_digest` is handed on.
+    Where `halted`, or where loss or norm is not finite, the state stays as it was.
     """
     update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
     with jax.named_scope("optimizer"):
         params = with_sharding_constraint(state.params, update_shardings)
         placed = TrainState(state.step, params, state.opt_state, state.ema)
-        new = with_sharding_constraint(apply_update(setup, placed, grads, norm), setup.state_shardings)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        new, halted = only_if_finite(setup, placed, apply_update(setup, placed, grads, norm), finite, halted)
+        new = with_sharding_constraint(new, setup.state_shardings)
     with jax.named_scope("fingerprint"):
         leaf_digests = digests(by_path(new))
     rate = schedule(setup.config.optimizer)(state.step)
-    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "stop": stop.max()}
+    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "stop": stop.max(), "finite": finite, "halted": halted}
     return new, metrics | {"digests": leaf_digests, "batch_digest": batch_digest}
 
 
@@ -117,10 +141,11 @@ def compile_step(setup: Setup, arguments: tuple) -> Callable[..., tuple[TrainSta
 
 
 def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
-    """The step (state, batch, seed, stop flags) -> (state, metrics) for arguments like these; the state is donated.
+    """The step (state, batch, seed, stop flags, halted) -> (state, metrics) for arguments like these; the state is donated.
 
-    Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path, and
-    `batch_digest` (2,), that of the examples.
+    Metrics are scalars, but for `digests` (n, 2), the fingerprints of the new state's leaves by sorted path, `batch_digest` (2,),
+    that of the examples, and `finite_leaves` (m,), whether every element of a gradient is, by sorted path. `halted` is that of the
+    step before, and false at first.
     """
     # Accumulators live in the storage layout; without accumulation gradients go straight to where they are used.
     gradient_layout = "update" if setup.batch.num_slots == 1 else "storage"
@@ -129,19 +154,22 @@ def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
     gradient_shardings = declared.only_trained(unflatten(setup.plan.shardings(gradient_layout, setup.mesh)))
     update_shardings = declared.only_trained(unflatten(setup.plan.shardings("update", setup.mesh)))
 
-    def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array):
+    def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array, halted: jax.Array):
         pin = lambda grads: with_sharding_constraint(grads, gradient_shardings)  # noqa: E731
         trained, frozen = declared.only_trained(state.params), state.params if declared.frozen else None
         sums = accumulate(declared.graphdef, compute, pin, trained, batch, seed, state.step, 0, frozen)
         grads, loss_sum, weight_sum, batch_digest = sums
         with jax.named_scope("gradient_sums"):
             grads = with_sharding_constraint(jax.tree.map(lambda g: g / weight_sum, grads), update_shardings)
-            norm = global_norm(grads)
-        return finish_step(setup, state, grads, norm, loss_sum / weight_sum, batch_digest, stop)
+            squares = sums_of_squares(grads)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+            finite_leaves = jnp.isfinite(jnp.stack([x for _, x in sorted(flatten(squares).items())]))
+        new, metrics = finish_step(setup, state, grads, norm, loss_sum / weight_sum, batch_digest, stop, halted)
+        return new, metrics | {"finite_leaves": finite_leaves}
 
     jitted = jax.jit(
         train_step,
-        in_shardings=(setup.state_shardings, setup.batch.sharding, setup.replicated(), stop_sharding(setup.mesh)),
+        in_shardings=(setup.state_shardings, setup.batch.sharding, setup.replicated(), stop_sharding(setup.mesh), setup.replicated()),
         out_shardings=(setup.state_shardings, setup.replicated()),
         donate_argnums=0,
     )

@@ -11,6 +11,7 @@ from small import sharder
 
 from sharder.checkpoint.restore import restore_numpy
 from sharder.data.order import Order
+from sharder.events import read_json_lines
 from sharder.report.verify import compare
 
 RECIPE = f"{SMALL}:small_dropout"
@@ -72,6 +73,19 @@ def test_a_resume_on_other_meshes_goes_on_with_the_same_bits(tmp_path, single):
     run(run_dir, 1, 8, "--train.steps", "7", "--parallel.policy", "fsdp")
     run(run_dir, 2, 1, "--train.steps", "13", "--parallel.policy", "zero")
     run(run_dir, 1, 4, "--parallel.policy", "dp", "--parallel.data", "2")
+    assert_same(run_dir, single)
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_may_change_at_every_resume(tmp_path, single):
+    """4, 2, 1 and 4 again, in the middle of an epoch of 10 steps each time; not only fingerprints but losses and norms by their bits."""
+    run_dir = tmp_path / "run"
+    for processes, devices, steps, policy in ((4, 1, 4, "fsdp"), (2, 2, 7, "zero"), (1, 1, 13, "dp"), (4, 2, 20, "fsdp")):
+        run(run_dir, processes, devices, "--train.steps", steps, "--parallel.policy", policy)
+    bits = ("step", "epoch", "loss_hex", "grad_norm_hex", "fingerprint", "batch_fingerprint")
+    ours, theirs = (read_json_lines(d / "metrics.jsonl")[0] for d in (run_dir, single))
+    assert [[r[k] for k in bits] for r in ours] == [[r[k] for k in bits] for r in theirs]
+    assert sorted({r["attempt"] for r in ours}) == [1, 2, 3, 4]
     assert_same(run_dir, single)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from sharder.ops.ordered import (
     LANES, Chunking, TreeAccumulator, chunk_rows, filled_pairwise_sum, lane_squares, num_chunks, ordered_sum,
-    ordered_sum_of_squares, pairwise_sum,
+    filled_pairwise_sum, ordered_sums_of_squares, pairwise_sum,
 )  # fmt: skip
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (8, 1), (1, 8)]
@@ -110,14 +110,14 @@ LEAVES = [((16, 30), 0), ((3, 8, 50), 1), ((24,), 0), ((5, 7), 0)]
 def test_the_norm_has_the_same_bits_divided_or_whole(data, fsdp):
     leaves = [terms(1, shape, i)[0] for i, (shape, _) in enumerate(LEAVES)]
     whole = [Chunking(dim, num_chunks(shape[dim], 8), 1, 1) for shape, dim in LEAVES]
-    reference = np.asarray(jax.jit(lambda *x: ordered_sum_of_squares(x, whole))(*leaves))
+    reference = np.asarray(jax.jit(lambda *x: filled_pairwise_sum(ordered_sums_of_squares(x, whole)))(*leaves))
     exact = sum(np.square(x.astype(np.float64)).sum() for x in leaves)
     assert float(reference) == pytest.approx(exact, rel=1e-6)
 
     divided = [c if shape[dim] % fsdp else Chunking(dim, c.num_chunks, fsdp, 1) for c, (shape, dim) in zip(whole, LEAVES)]
     specs = [PartitionSpec(*("fsdp" if i == c.dim and c.fsdp > 1 else None for i in range(x.ndim))) for c, x in zip(divided, leaves)]
     program = jax.jit(jax.shard_map(
-        lambda *x: ordered_sum_of_squares(x, divided), mesh=mesh_of(data, fsdp), in_specs=tuple(specs), out_specs=PartitionSpec(),
+        lambda *x: filled_pairwise_sum(ordered_sums_of_squares(x, divided)), mesh=mesh_of(data, fsdp), in_specs=tuple(specs), out_specs=PartitionSpec(),
         axis_names={"data", "fsdp", "tensor"}, check_vma=False,
     ))  # fmt: skip
     assert np.array_equal(program(*leaves), reference)

@@ -15,7 +15,7 @@ from sharder.data.order import Order
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.setup import prepare
 from sharder.train.state import create_state
-from sharder.train.step import compile_step, stop_sharding
+from sharder.train.step import compile_step, stop_flags, stop_sharding
 
 STEPS = 20
 ONE = ParallelConfig(policy="dp")
@@ -28,12 +28,12 @@ def train(config: RunConfig, num_devices: int = 8) -> np.ndarray:
     order = Order(len(training), config.train.global_batch_size, 0, config.data.shuffle_rounds)
     state = create_state(config, setup.declared, setup.state_shardings)
     seed = jax.device_put(np.uint32(0), setup.replicated())
-    stop = jax.device_put(np.zeros(num_devices, np.int32), stop_sharding(setup.mesh))
+    stop, halted = stop_flags(setup.mesh, False), jax.device_put(np.bool_(False), setup.replicated())
     step, losses = None, []
     for number in range(STEPS):
         batch = setup.batch.to_devices(read_step(training, order, setup.batch, number))
-        step = step or compile_step(setup, (state, batch, seed, stop))
-        state, metrics = step(state, batch, seed, stop)
+        step = step or compile_step(setup, (state, batch, seed, stop, halted))
+        state, metrics = step(state, batch, seed, stop, halted)
         losses.append(float(metrics["loss"]))
     return np.array([*losses, evaluate(make_eval_step(setup), state.params, validation, setup)[0]])
 
@@ -92,6 +92,7 @@ def test_the_compiled_step_does_not_grow_with_depth():
         batch = setup.batch.abstract({k: np.zeros((1, 32), np.int32) for k in ("inputs", "targets")})
         seed = jax.device_put(np.uint32(0), setup.replicated())
         stop = jax.device_put(np.zeros(1, np.int32), stop_sharding(setup.mesh))
-        return len(compile_step(setup, (state, batch, seed, stop)).as_text().splitlines())
+        halted = jax.device_put(np.bool_(False), setup.replicated())
+        return len(compile_step(setup, (state, batch, seed, stop, halted)).as_text().splitlines())
 
     assert num_lines(6) == pytest.approx(num_lines(3), rel=0.02)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import threading
+import time
 
 import jax
 import numpy as np
@@ -144,6 +146,52 @@ def test_a_stop_request_saves_and_exits_75(tmp_path):
     assert run(small(), tmp_path / "run") == 0
     run(small(), tmp_path / "whole")
     assert compare(tmp_path / "run", tmp_path / "whole").identical
+
+
+def validations(run_dir):
+    return {r["step"]: r["validation_loss"] for r in metrics(run_dir) if "validation_loss" in r}
+
+
+@pytest.mark.parametrize("steps", [6, 4], ids=["under way", "at the end"])
+def test_an_interrupted_evaluation_is_repeated(tmp_path, steps):
+    config = change(small(), train={"validate_every": 4, "steps": steps}, checkpoint={"every": 0})
+    # Looked at once in each of four steps, and then by the evaluation.
+    assert run(config, tmp_path / "run", stop=StopAt(4)) == PREEMPTED
+    assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3, 4] and validations(tmp_path / "run") == {}
+    assert (tmp_path / "run" / "checkpoints" / "4" / "manifest.json").exists()
+    assert run(config, tmp_path / "run") == 0
+    run(config, tmp_path / "whole")
+    assert sorted(validations(tmp_path / "whole")) == sorted({4, steps})
+    assert validations(tmp_path / "run") == validations(tmp_path / "whole")
+
+
+def test_a_stop_file_stops_the_run_and_keeps_it_stopped(tmp_path):
+    config = change(small(), train={"steps": 100_000}, checkpoint={"every": 0})
+
+    def touch_after_some_steps():
+        while len(metrics(tmp_path / "run")) < 3:
+            time.sleep(0.01)
+        (tmp_path / "run" / "STOP").touch()
+
+    thread = threading.Thread(target=touch_after_some_steps)
+    thread.start()
+    assert run(config, tmp_path / "run") == PREEMPTED
+    thread.join()
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / str(last) / "manifest.json").exists()
+    with pytest.raises(UserError, match="STOP asks this run to stop: remove it to continue"):
+        run(config, tmp_path / "run")
+    (tmp_path / "run" / "STOP").unlink()
+    assert run(change(config, train={"steps": last + 1}), tmp_path / "run") == 0
+
+
+def test_a_run_stops_when_its_time_is_over(tmp_path):
+    config = change(small(), train={"steps": 100_000, "max_minutes": 1e-6}, checkpoint={"every": 0})
+    assert run(config, tmp_path / "run") == PREEMPTED
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / str(last) / "manifest.json").exists()
+    log = (tmp_path / "run" / "logs" / "process_0.log").read_text()
+    assert "attempt 1, process 0 of 1" in log and f"stopped; resume with the same command: step {last}" in log
 
 
 def test_a_lost_process_redoes_steps_with_the_same_bits(tmp_path):

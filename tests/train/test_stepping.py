@@ -1,5 +1,7 @@
 """The clock of a step, with a device and a host whose times are given."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from small import small
@@ -20,7 +22,7 @@ def test_the_time_of_an_evaluated_step_is_that_of_the_others(monkeypatch, host_s
     def train_step(*_):
         clock.now += 1e-6
         done.append(max(done[-1], clock.now) + device_s)
-        return None, {"stop": 0, "digests": [0], "done": done[-1]}
+        return None, {"stop": 0, "finite": True, "halted": False, "digests": [0], "done": done[-1]}
 
     def fetch(metrics):
         clock.now = max(clock.now, metrics["done"])
@@ -30,7 +32,7 @@ def test_the_time_of_an_evaluated_step_is_that_of_the_others(monkeypatch, host_s
     monkeypatch.setattr(stepping, "fetch", fetch)
     monkeypatch.setattr(stepping, "make_record", lambda facts, step, metrics, step_time_s, wait_s: times.setdefault(step, step_time_s) and {"step": step})
     events = type("Events", (), {"write": lambda *_: None})()
-    stepper = stepping.Stepper(prepare(small()), None, [], events)
+    stepper = stepping.Stepper(prepare(small()), SimpleNamespace(gradient_paths=[], skips_nonfinite=False), [], events)
     stepper.train_step = train_step
     for step in range(1, 9):
         clock.now += host_s

@@ -29,12 +29,16 @@ def placed(**parallel):
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
-def test_exact_mode_gives_the_same_bits_on_1_2_4_and_8_replicas(on_devices):
-    found = {}
-    for replicas, policy in ((1, "zero"), (2, "fsdp"), (4, "dp"), (8, "fsdp")):
-        on_devices(replicas)
-        found[replicas] = take_steps(placed(reduction="exact", policy=policy), 3)[0]
-    assert found[1] == found[2] == found[4] == found[8] and len({fingerprint for _, fingerprint in found[1]}) == 3
+PLACEMENTS = {1: "zero", 2: "fsdp", 4: "dp", 8: "fsdp"}
+
+
+@pytest.mark.parametrize("replicas", [(1, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.slow)], ids=["1 and 8", "all"])
+def test_exact_mode_gives_the_same_bits_on_any_number_of_replicas(on_devices, replicas):
+    found = []
+    for number in replicas:
+        on_devices(number)
+        found.append(take_steps(placed(reduction="exact", policy=PLACEMENTS[number]), 3)[0])
+    assert all(f == found[0] for f in found) and len({fingerprint for _, fingerprint in found[0]}) == 3
 
 
 @pytest.mark.slow

@@ -105,7 +105,13 @@ def test_a_fact_that_only_one_has_is_named():
     assert "b is None in process 0, but 2 in process 1" in found[0]
 
 
-def test_one_index_twice_ends_all():
+@pytest.fixture
+def no_lingering(monkeypatch):
+    """For tests in which somebody never comes."""
+    monkeypatch.setattr("sharder.rendezvous.LINGER_S", 1.0)
+
+
+def test_one_index_twice_ends_all(no_lingering):
     """The others of the four never come."""
     found = outcomes(free_port(), of(4, (0, 1, 1)), 20)
     for text in found.values():
@@ -113,7 +119,7 @@ def test_one_index_twice_ends_all():
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_request_to_stop_ends_all(who):
+def test_a_request_to_stop_ends_all(who, no_lingering):
     """Process 2 of 3 never comes."""
     started = time.monotonic()
     processes = [(i, 3, {}, "SIGTERM" if i == who else "") for i in (0, 1)]

@@ -37,6 +37,13 @@ def plant():
     return original
 
 
+def timed(runner) -> tuple[float, float]:
+    """Seconds of a step, and of the processors' time in it, which others that use the machine change little."""
+    before = time.process_time()
+    seconds = runner.take_step()[0]
+    return seconds, time.process_time() - before
+
+
 def difference(whole, without) -> float:
     """The share of a step that it takes more. Of lower quartiles: others use the machine too, and can only slow a step down."""
     low = [statistics.quantiles(times, n=4)[0] if len(times) > 3 else min(times) for times in (whole, without)]
@@ -80,11 +87,15 @@ def planted(config: dict, rounds: int) -> dict:
     slow = open_runner(config)
     transformer.Block.feed_forward = original
     shares = attributed(slow, rounds)
-    pairs = [(slow.take_step()[0], without.take_step()[0]) for _ in range(2 * rounds)]
+    pairs = [(timed(slow), timed(without)) for _ in range(2 * rounds)]
+    seconds, cpu = ([(a[i], b[i]) for a, b in pairs] for i in (0, 1))
     model, size = config["model"], config["train"]["global_batch_size"] * config["data"]["seq_len"]
+    attributed_share = sum(share for part, share in shares.parts.items() if part.scope.endswith("mlp/planted"))
     return {
-        "measured": difference(*zip(*pairs)),
-        "attributed": sum(share for part, share in shares.parts.items() if part.scope.endswith("mlp/planted")),
+        "measured": difference(*zip(*seconds)),
+        "measured_cpu": difference(*zip(*cpu)),
+        "attributed": attributed_share,
+        "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage),
         "feed_forward": shares.categories["feed-forward"],
         "elsewhere": sum(s for part, s in shares.parts.items() if "planted" in part.scope and part.category != "feed-forward"),
         "coverage": shares.least_coverage,
@@ -94,12 +105,23 @@ def planted(config: dict, rounds: int) -> dict:
 
 def ablation(config: dict, rounds: int) -> dict:
     """Attention's share by trace, and by leaving it out."""
-    from sharder.train.profiling import ablated
+    from sharder.instrument.ablation import standing_in
 
     runner = open_runner(config)
     shares = attributed(runner, rounds)
-    found = ablated(runner, "attention", 2 * rounds)
-    return {"measured": difference(found["steps_whole_s"], found["steps_without_s"]), "attributed": shares.categories["attention"], "coverage": shares.least_coverage}
+    whole = runner.stepper.train_step
+    with standing_in("attention", runner.setup.config.model):
+        runner.compile()
+    without, pairs = runner.stepper.train_step, []
+    for _ in range(2 * rounds + 1):
+        pair = []
+        for runner.stepper.train_step in (whole, without):
+            pair.append(timed(runner))
+        pairs.append(pair)
+    seconds, cpu = ([(a[i], b[i]) for a, b in pairs[1:]] for i in (0, 1))
+    attributed_share = shares.categories["attention"]
+    return {"measured": difference(*zip(*seconds)), "measured_cpu": difference(*zip(*cpu)), "attributed": attributed_share,
+            "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage), "coverage": shares.least_coverage}  # fmt: skip
 
 
 def overhead(config: dict, rounds: int) -> dict:

@@ -92,6 +92,10 @@ class Attribution:
         """Whether its time is that of the instructions that it runs."""
         return self._by_name[name].opcode in ("while", "conditional", "call")
 
+    def is_only_control(self, name: str) -> bool:
+        """Whether it is a loop or a call that no scope claims: the time between its operations is nobody's."""
+        return self.is_container(name) and not _has_category(self._by_name[name].op_name)
+
     def split(self, name: str) -> Split:
         """Whose time the instruction of this name spends."""
         if name not in self._found:

@@ -126,10 +126,13 @@ def measure_shares(trace: Trace, programs: Programs, timing: Timing) -> Shares:
     """Raises UserError for a trace of another program."""
     busy, num_steps = share_out(trace, programs.is_container), len(trace.steps)
     known: dict[Part, float] = defaultdict(float)
-    foreign, unknown = 0.0, set()
-    for operations in busy.values():
+    foreign, unknown, busy_s = 0.0, set(), dict.fromkeys(busy, 0.0)
+    for device, operations in busy.items():
         for (module, op), seconds in operations.items():
             found = programs.attribution(module, op)
+            if found is not None and found.is_only_control(op):
+                continue  # between two operations of a loop: nothing is computed
+            busy_s[device] += seconds
             if found is None:
                 foreign, unknown = foreign + seconds, unknown | {module}
                 continue
@@ -144,7 +147,7 @@ def measure_shares(trace: Trace, programs: Programs, timing: Timing) -> Shares:
     if foreign:
         known[Part("unattributed", "other", "", "forward")] += foreign
     devices = len(busy)
-    coverage = {d: sum(ops.values()) / num_steps / timing.step_time_s for d, ops in busy.items()}
+    coverage = {d: seconds / num_steps / timing.step_time_s for d, seconds in busy_s.items()}
     mean = min(1.0, sum(coverage.values()) / devices)
     wait = min(timing.data_wait_s / timing.step_time_s, 1.0)
     busy_share = min(mean, 1.0 - wait)

@@ -27,7 +27,7 @@ def test_shares_of_parts_and_of_kinds_sum_to_one(found):
 
 
 def test_little_is_unattributed(found):
-    assert found["unattributed"] < 0.1
+    assert found["unattributed"] < 0.15
 
 
 def test_analytic_flops_are_those_of_the_compiled_program(found):

@@ -12,6 +12,8 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
   %a = f32[8,8]{1,0} parameter(0)
   %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/attention/dot_general"}
   %t = f32[8,8]{1,0} tanh(%d), metadata={op_name="jit(step)/mlp/tanh"}
+  %layers = f32[8,8]{1,0} call(%t), to_apply=%nothing, metadata={op_name="jit(step)/while"}
+  %planted = f32[8,8]{1,0} call(%t), to_apply=%nothing, metadata={op_name="jit(step)/mlp/planted/while"}
   ROOT %u = f32[8,8]{1,0} negate(%t), metadata={op_name="jit(step)/neg"}
 }
 """
@@ -82,6 +84,14 @@ def test_a_profiler_that_stretches_steps_changes_no_share():
     found = measured(EVENTS, steps_s=(6.0, 6.0, 60.0))
     assert found.categories["attention"] == pytest.approx(6 / 9) and sum(found.categories.values()) == pytest.approx(1)
     assert found.least_coverage == pytest.approx(1.5)
+
+
+def test_time_between_the_operations_of_a_loop_is_idle_unless_a_scope_claims_it():
+    """A second after each of two products in a loop over layers, and after one in a loop inside of the feed-forward."""
+    events = [event(0, 4, "layers"), event(0, 1, "d"), event(2, 3, "d"), event(4, 6, "planted"), event(4, 5, "t")]
+    found = measured(events)
+    assert found.categories == pytest.approx({"attention": 0.2, "feed-forward": 0.2, "data wait": 0.0, "idle": 0.6})
+    assert found.least_coverage == pytest.approx(0.4)
 
 
 def test_waiting_for_data_has_its_share():

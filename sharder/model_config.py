@@ -165,6 +165,7 @@ class ExpertConfig:
         check_fields(self, "model.{backbone,action_expert}")
         for name, least in (("embed_dim", 2), ("mlp_dim", 1), ("lora_rank", 0)):
             require(getattr(self, name) >= least, f"model.{{backbone,action_expert}}.{name}", getattr(self, name), f"at least {least}")
+        require(self.lora_alpha > 0, "model.{backbone,action_expert}.lora_alpha", self.lora_alpha, "more than 0")
         require(self.embed_dim % 2 == 0, "model.{backbone,action_expert}.embed_dim", self.embed_dim, "even")
 
 

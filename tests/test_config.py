@@ -69,7 +69,7 @@ REFUSED = [
     *((MlpConfig, name, 0) for name in ("input_dim", "hidden_dim", "num_layers", "output_dim")),
     *((SiglipConfig, name, 0) for name in ("embed_dim", "num_layers", "mlp_dim", "patch_size")),
     (SiglipConfig, "num_heads", 7),
-    *((ExpertConfig, name, value) for name, value in (("embed_dim", 0), ("embed_dim", 7), ("mlp_dim", 0), ("lora_rank", -1))),
+    *((ExpertConfig, name, value) for name, value in (("embed_dim", 0), ("embed_dim", 7), ("mlp_dim", 0), ("lora_rank", -1), ("lora_alpha", 0.0))),
     *((Pi0Config, name, 0) for name in ("num_layers", "num_heads", "vocab_size", "max_prompt_len", "action_dim", "action_horizon")),
     (WeightsConfig, "resize", "states=pad"),
     (WeightsConfig, "sizes", "mine"),

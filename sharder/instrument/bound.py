@@ -11,15 +11,17 @@ n = d f replicas, t on tensor, S accumulation slots, G bytes of gradients and P 
     tensor  for each pair of column- and row-divided weights an all-reduce of the activations in the forward and one in the
             backward pass (Megatron-LM, arXiv:1909.08053, section 3)  S x pairs x 2 x 2 (t-1)/t x activations
 
-Gradients count in the parameters' dtype.
+Gradients are summed in float32, whatever the dtypes; a frozen parameter has none, and is never new.
 """
 
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from sharder.instrument.collectives import Collective, Traffic
-from sharder.sharding.mesh import REPLICA_AXES
+from sharder.sharding.mesh import REPLICA_AXES, MeshShape
 from sharder.sharding.plan import LeafPlan, Plan, bytes_per_device
 
 TOLERANCE = 1.05
@@ -35,11 +37,17 @@ class Purpose:
 
     name: str
     bound_bytes: float
+    across_bound_bytes: float
+    """The part of the bound that crosses hosts."""
     collectives: tuple[Collective, ...]
 
     @property
     def received_bytes(self) -> float:
         return sum(c.received_bytes for c in self.collectives)
+
+    @property
+    def across_bytes(self) -> float:
+        return sum(c.across_bytes for c in self.collectives)
 
     @property
     def exceeds(self) -> bool:
@@ -50,23 +58,24 @@ Bounds = dict[tuple[str, tuple[str, ...]], float]
 """Bytes that a device receives per step at least, by purpose and mesh axes."""
 
 
-def lower_bounds(plan: Plan, compute_dtype: str, num_slots: int, tokens_per_slot: int) -> Bounds:
-    """`tokens_per_slot`: of one replica."""
+def lower_bounds(plan: Plan, compute_dtype: str, num_slots: int, tokens_per_slot: int, frozen: Collection[str] = ()) -> Bounds:
+    """`tokens_per_slot`: of one replica. `frozen`: parameters without gradients."""
     mesh, itemsize = plan.mesh, np.dtype(compute_dtype).itemsize
     f, d, n, t = mesh.fsdp, mesh.data, mesh.num_replicas, mesh.tensor
     gather = scatter = over_data = over_all = pairs_bytes = 0.0
-    for leaf in plan.leaves.values():
-        size = bytes_per_device(leaf.decl.shape, leaf.decl.dtype, leaf.compute, mesh)
+    for path, leaf in plan.leaves.items():
+        dtypes = (leaf.decl.dtype, compute_dtype, "float32")
+        own, narrow, wide = (bytes_per_device(leaf.decl.shape, dtype, leaf.compute, mesh) for dtype in dtypes)
+        gradient = 0 if path in frozen else wide
         if leaf.divided:
-            scatter += (f - 1) / f * size
-            over_data += 2 * (d - 1) / d * size / f
+            scatter += (f - 1) / f * gradient
+            over_data += 2 * (d - 1) / d * gradient / f
             if plan.policy == "fsdp":
-                narrow = bytes_per_device(leaf.decl.shape, compute_dtype, leaf.compute, mesh)
                 gather += num_slots * (2 if leaf.decl.axes[0] == "layers" else 1) * (f - 1) / f * narrow
-            else:
-                gather += (f - 1) / f * size
+            elif path not in frozen:
+                gather += (f - 1) / f * own
         else:
-            over_all += 2 * (n - 1) / n * size
+            over_all += 2 * (n - 1) / n * gradient
         if closes_pair(leaf):
             num_layers = leaf.decl.shape[0] if leaf.decl.axes[0] == "layers" else 1
             pairs_bytes += num_layers * tokens_per_slot * leaf.decl.shape[-1] * itemsize
@@ -86,16 +95,38 @@ def closes_pair(leaf: LeafPlan) -> bool:
     return len(divided) > first and divided[first] and leaf.decl.axes[-1] == "embed"
 
 
-def compare(traffic: Traffic, bounds: Bounds) -> list[Purpose]:
-    """What the program moves for each purpose, told by kind and mesh axis."""
-    moved: dict[str, list[Collective]] = {name: [] for name in (GATHER, REDUCE, TENSOR, OTHER)}
-    for c in traffic.collectives:
-        if set(c.axes) <= set(REPLICA_AXES):
-            name = GATHER if c.is_gather else REDUCE if c.kind in ("reduce-scatter", "all-reduce") else OTHER
-        else:
-            name = TENSOR if c.axes == ("tensor",) else OTHER
-        moved[name].append(c)
-    return [Purpose(name, sum(b for (of, _), b in bounds.items() if of == name), tuple(found)) for name, found in moved.items()]
+def hosts_of_axes(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> tuple[int, int]:
+    """Members and hosts of a group along these mesh axes, tensor fastest and data slowest."""
+    stride = {"tensor": 1, "fsdp": mesh.tensor, "data": mesh.tensor * mesh.fsdp}
+    size, first = math.prod(mesh.size(a) for a in axes), min(stride[a] for a in axes)
+    members = max(1, min(size, devices_per_host // first))
+    return size, -(-size // members)
+
+
+def across_share(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> float:
+    """The part of what a device receives along these axes that crosses hosts at least: what a host lacks, shared among its
+    members."""
+    size, hosts = hosts_of_axes(axes, mesh, devices_per_host)
+    return 0.0 if hosts == 1 else (hosts - 1) / hosts / (size / hosts) / ((size - 1) / size)
+
+
+def purpose(c: Collective) -> str:
+    """Told by kind and mesh axis."""
+    if set(c.axes) <= set(REPLICA_AXES):
+        return GATHER if c.is_gather else REDUCE if c.kind in ("reduce-scatter", "all-reduce") else OTHER
+    return TENSOR if c.axes == ("tensor",) else OTHER
+
+
+def compare(
+    traffic: Traffic, bounds: Bounds, mesh: MeshShape, devices_per_host: int, purpose: Callable[[Collective], str] = purpose
+) -> list[Purpose]:
+    """What the program moves for each purpose."""
+    found = []
+    for name in (GATHER, REDUCE, TENSOR, OTHER):
+        least = {axes: b for (of, axes), b in bounds.items() if of == name}
+        across = sum(b * across_share(axes, mesh, devices_per_host) for axes, b in least.items())
+        found.append(Purpose(name, sum(least.values()), across, tuple(c for c in traffic.collectives if purpose(c) == name)))
+    return found
 
 
 def warnings(plan: Plan, purposes: list[Purpose]) -> list[str]:

@@ -57,12 +57,13 @@ class Collective:
 
     @property
     def across_bytes(self) -> float:
-        """The part of received_bytes that crosses hosts at least: what a host lacks, shared among its members."""
+        """The part of received_bytes that crosses hosts at least: what a host lacks, shared among its members where they need
+        the same."""
         if self.num_hosts == 1:
             return 0.0
         if self.kind == "collective-permute":
             return self.payload_bytes
-        members = self.group_size / self.num_hosts
+        members = 1 if self.kind == "all-to-all" else self.group_size / self.num_hosts
         return ROUNDS[self.kind] * self.payload_bytes * (self.num_hosts - 1) / self.num_hosts / members
 
 

@@ -6,8 +6,8 @@ Rules (all simplifications of what XLA does, checked against compiled programs i
   and stored only where one of those stores: as an operand of a product, say. Reshapes and transposes are views.
 - a fused value is computed right before the first consumer that stores, so its inputs live until then;
 - a stored elementwise result takes the buffer of an operand of the same size that dies there;
-- inside a loop a product runs as late as another one needs it, those that none needs (gradients of weights) last, and their
-  operands live until then; gradients are scattered where they arise;
+- inside a loop the products that no other one needs (gradients of weights) run last, and their operands live until then;
+  gradients are scattered where they arise;
 - a loop carries its values in place, and a scatter adds in place, where nobody needs the old ones;
 - a loop holds its stacked results from the start, and its body needs its own worst moment beside them.
 """
@@ -111,22 +111,22 @@ def _new(v: Var) -> _Value:
 def worst_moment(jaxpr: Jaxpr, is_loop: bool = False) -> Moment:
     """The most bytes stored at once beside the inputs."""
     equations, outputs = flat(jaxpr)
-    late = _latest_runs(equations) if is_loop else {}
+    late = dict.fromkeys(_run_last(equations), len(equations)) if is_loop else {}
     return _walk(equations, outputs, set(jaxpr.invars) | set(jaxpr.constvars), late)
 
 
-def _latest_runs(equations: list[Equation]) -> dict[int, int]:
-    """For each product the index of the first other product that needs it; the end, where none does."""
-    latest: dict[int, int] = {}
+def _run_last(equations: list[Equation]) -> set[int]:
+    """Products that no other product needs."""
+    products, needed = set(), set()
     makers: dict = {}
     for i, e in enumerate(equations):
-        needed = frozenset().union(*(makers.get(v, frozenset()) for v in _variables(e)))
+        from_products = frozenset().union(*(makers.get(v, frozenset()) for v in _variables(e)))
         if e.name in PRODUCTS:
-            for product in needed:
-                latest.setdefault(product, i)
-            needed = frozenset({i})
-        makers.update(dict.fromkeys(e.outputs, needed))
-    return {i: latest.get(i, len(equations)) for i, e in enumerate(equations) if e.name in PRODUCTS}
+            products.add(i)
+            needed |= from_products
+            from_products = frozenset({i})
+        makers.update(dict.fromkeys(e.outputs, from_products))
+    return products - needed
 
 
 def _walk(equations: list[Equation], outputs: list, inputs: set, late: dict[int, int]) -> Moment:

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 import jax
 
 from sharder.config import RunConfig, UserError
-from sharder.instrument.bound import Bounds, Purpose, compare, lower_bounds, warnings
-from sharder.instrument.collectives import Traffic, read_traffic
+from sharder.instrument.bound import Bounds, Purpose, compare, lower_bounds, purpose, warnings
+from sharder.instrument.collectives import Collective, Traffic, read_traffic
+from sharder.instrument.exact_traffic import Programs, exact_bounds, purpose_in_exact_mode, read_programs
 from sharder.instrument.hardware import Accelerator
-from sharder.instrument.memory import Memory, Shapes, compiled_bytes, estimate_exact_memory, estimate_memory
+from sharder.instrument.memory import Memory, Shapes, compiled_bytes, estimate_exact_memory, estimate_memory, largest_microbatch
 from sharder.instrument.roofline import StepTime, Work, count_work, predict, split_bounds
 from sharder.instrument.share import trace_share
 from sharder.models.build import Declared
+from sharder.sharding.mesh import AXES
 from sharder.sharding.plan import Plan
 from sharder.sharding.show import StateLeaves
 
@@ -58,7 +60,8 @@ class Prediction:
 class Compiled:
     """Of the program that the compiler made."""
 
-    total_bytes: int
+    total_bytes: int | None
+    """None for exact mode, whose programs share memory in ways that none of them knows."""
     traffic: Traffic
     purposes: list[Purpose]
     warnings: list[str]
@@ -74,25 +77,38 @@ def memory_of(step: Step) -> Memory:
 
 
 def predict_step(step: Step, accelerator: Accelerator | None, devices_per_host: int) -> Prediction:
-    model, memory = step.config.model, memory_of(step)
-    bounds = lower_bounds(step.plan, model.compute_dtype, step.num_slots, step.tokens_per_slot)
+    model, memory, sizes = step.config.model, memory_of(step), (step.num_slots, step.tokens_per_slot)
+    if step.num_microbatches:
+        bounds = exact_bounds(step.plan, model.compute_dtype, *sizes, step.config.parallel.exact_memory == "lean")
+    else:
+        bounds = lower_bounds(step.plan, model.compute_dtype, *sizes, step.declared.frozen)
     share = trace_share(step.declared, step.plan, step.batch, "update" if step.num_slots == 1 else "storage")
     update_bytes = 2 * memory.state + step.plan.param_bytes_per_device("update")
     work = count_work(share, step.num_slots * max(step.num_microbatches, 1), update_bytes, accelerator, model.compute_dtype)
     time = None
     if accelerator is not None:
-        time = predict(work, *split_bounds(bounds, step.plan.mesh, devices_per_host), accelerator)
+        near = step.plan.mesh.num_devices if accelerator.is_tpu else devices_per_host  # a TPU slice is one network
+        time = predict(work, *split_bounds(bounds, step.plan.mesh, near), accelerator)
     return Prediction(step, memory, bounds, work, time)
 
 
 def read_compiled(prediction: Prediction, compiled: jax.stages.Compiled, hosts: Sequence[int], accelerator: Accelerator | None) -> Compiled:
     """`hosts`: number of the host of each device, in mesh order."""
+    mesh = {axis: prediction.step.plan.mesh.size(axis) for axis in AXES}
+    return _compare(prediction, read_traffic(compiled.as_text(), mesh, hosts), purpose, hosts, accelerator, compiled_bytes(compiled))
+
+
+def read_exact(prediction: Prediction, programs: Programs, hosts: Sequence[int], accelerator: Accelerator | None) -> Compiled:
+    """The same of the programs of exact mode."""
+    traffic = read_programs(programs, prediction.step.plan, prediction.step.num_slots, hosts)
+    return _compare(prediction, traffic, purpose_in_exact_mode, hosts, accelerator, None)
+
+
+def _compare(prediction: Prediction, traffic: Traffic, purpose: Callable[[Collective], str], hosts, accelerator, total_bytes) -> Compiled:
     plan = prediction.step.plan
-    mesh = {axis: plan.mesh.size(axis) for axis in ("data", "fsdp", "tensor")}
-    traffic = read_traffic(compiled.as_text(), mesh, hosts)
-    purposes = compare(traffic, prediction.bounds)
+    purposes = compare(traffic, prediction.bounds, plan.mesh, list(hosts).count(hosts[0]), purpose)
     time = predict(prediction.work, traffic.inside_bytes, traffic.across_bytes, accelerator) if accelerator else None
-    return Compiled(compiled_bytes(compiled), traffic, purposes, warnings(plan, purposes), time)
+    return Compiled(total_bytes, traffic, purposes, warnings(plan, purposes), time)
 
 
 Build = Callable[[RunConfig, int, int], Step]
@@ -116,10 +132,14 @@ def variants(config: RunConfig, build: Build, num_devices: int, per_host: int) -
     return found
 
 
+def most_examples_that_fit(step: Step, limit_bytes: int) -> int | None:
+    """The largest power of two of examples that a replica could compute at once, whatever the batch; None: not even one."""
+    sizes = [1 << i for i in range(17)]
+    return largest_microbatch(lambda m: memory_of(replace(step, microbatch_size=m, num_slots=1)).total, sizes, limit_bytes)
+
+
 def microbatch_that_fits(step: Step, limit_bytes: int) -> int | None:
     """The largest number of examples that a replica can compute at once, among the divisors of its share of the batch."""
-    from sharder.instrument.memory import largest_microbatch
-
     share = step.microbatch_size * step.num_slots
     choices = [m for m in range(1, share + 1) if share % m == 0]
     total = lambda m: memory_of(replace(step, microbatch_size=m, num_slots=share // m)).total  # noqa: E731

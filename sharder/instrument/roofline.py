@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from sharder.instrument.bound import Bounds
+from sharder.instrument.bound import Bounds, across_share
 from sharder.instrument.hardware import Accelerator
 from sharder.instrument.liveness import STORES, Equation, flat, size_of
-from sharder.sharding.mesh import REPLICA_AXES, MeshShape
+from sharder.sharding.mesh import MeshShape
 
 
 @dataclass(frozen=True)
@@ -77,25 +77,12 @@ def _count(jaxpr: Jaxpr, peak: float, bandwidth: float) -> tuple[float, float, f
     return flops, moved, seconds
 
 
-def hosts_of_axes(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> tuple[int, int]:
-    """Members and hosts of a group along these mesh axes, tensor fastest and data slowest."""
-    stride = {"tensor": 1, "fsdp": mesh.tensor, "data": mesh.tensor * mesh.fsdp}
-    size = math.prod(mesh.size(a) for a in axes)
-    first = min(stride[a] for a in axes) if axes != REPLICA_AXES else mesh.tensor
-    members = max(1, min(size, devices_per_host // first)) if first < devices_per_host else 1
-    return size, -(-size // members)
-
-
 def split_bounds(bounds: Bounds, mesh: MeshShape, devices_per_host: int) -> tuple[float, float]:
     """Bytes inside and across hosts of what a layout must move at least."""
     inside = across = 0.0
     for (_, axes), received in bounds.items():
-        size, hosts = hosts_of_axes(axes, mesh, devices_per_host)
-        if size == 1 or received == 0:
-            continue
-        share = (hosts - 1) / hosts / (size / hosts) / ((size - 1) / size) if hosts > 1 else 0.0
-        across += received * share
-        inside += received * (1 - share)
+        crossing = received * across_share(axes, mesh, devices_per_host)
+        across, inside = across + crossing, inside + received - crossing
     return inside, across
 
 

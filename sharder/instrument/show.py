@@ -60,12 +60,12 @@ def traffic_table(traffic: Traffic, smallest_bytes: int = 1 << 16) -> Table:
 def bounds_table(compiled: Compiled) -> Table:
     """What the layout needs at least beside what the program moves."""
     table = Table(title="against the least that the layout needs, MiB received per step and device", box=box.SIMPLE)
-    for heading in ("purpose", "least", "program", "ratio"):
+    for heading in ("purpose", "least", "program", "ratio", "across hosts: least", "program"):
         table.add_column(heading, justify="left" if heading == "purpose" else "right")
     for p in compiled.purposes:
         if p.bound_bytes or p.received_bytes:
             ratio = f"{p.received_bytes / p.bound_bytes:.3f}" if p.bound_bytes else "-"
-            table.add_row(p.name, _mib(p.bound_bytes), _mib(p.received_bytes), ratio)
+            table.add_row(p.name, *map(_mib, (p.bound_bytes, p.received_bytes)), ratio, *map(_mib, (p.across_bound_bytes, p.across_bytes)))
     return table
 
 
@@ -125,6 +125,11 @@ def to_json(prediction: Prediction, compiled: Compiled | None) -> dict:
                 {f.name: getattr(c, f.name) for f in fields(c)} | {"payload_bytes": c.payload_bytes} for c in compiled.traffic.collectives
             ],
         }
-        found["bounds"] = {p.name: {"least": p.bound_bytes, "program": p.received_bytes} for p in compiled.purposes}
+        found["bounds"] = {
+            p.name: {
+                "least": p.bound_bytes, "program": p.received_bytes, "across_least": p.across_bound_bytes, "across_program": p.across_bytes
+            }
+            for p in compiled.purposes
+        }  # fmt: skip
         found["warnings"] = compiled.warnings
     return found

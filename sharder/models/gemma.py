@@ -15,6 +15,7 @@ from sharder.models.layers import gelu, normal, param, stack, zeros
 from sharder.models.lora import Projection
 from sharder.ops.layout import Layout
 from sharder.ops.linear import linear
+from sharder.ops.summed import lookup, summed
 
 EPS = 1e-6
 """Of its norms."""
@@ -167,7 +168,8 @@ class Gemma(nnx.Module):
     def embed(self, tokens_BT: jax.Array, name: str, dtype: str, layout: Layout) -> jax.Array:
         """Token ids to embeddings of the first expert, scaled by the root of its dimension."""
         table = layout.weights(name, {"tokens": self.tokens[...]}, dtype)["tokens"]
-        x_BTD = table[tokens_BT].astype(jnp.float32) * table.shape[1] ** 0.5
+        rows_BTD = lookup(summed(table, ("vocab", "embed"), layout), tokens_BT, layout)
+        x_BTD = rows_BTD.astype(jnp.float32) * table.shape[1] ** 0.5
         return layout.activation(x_BTD.astype(jnp.dtype(dtype)), ("batch", "seq", "embed"))
 
     def __call__(self, xs: Streams, conditions: Streams, attend: Attend, positions_BT: jax.Array, mask_BTS: jax.Array, *, name: str,

@@ -15,6 +15,7 @@ from sharder.ops.attention import MASKED, attention, causal_mask
 from sharder.ops.cross_entropy import cross_entropy
 from sharder.ops.layout import SINGLE, Layout
 from sharder.ops.linear import linear
+from sharder.ops.summed import Summed, lookup, summed
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, object]]
 """(q, k, v) -> (attended values, whatever the caller wants back from each layer)."""
@@ -43,9 +44,9 @@ class LanguageModel(nnx.Module):
 
     tokens_per_example = True
 
-    def _embedded(self, embed: nnx.Module, tokens_BT: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """What enters the first block, (B, T, D)."""
-        raise NotImplementedError
+    def _embedded(self, embed: nnx.Module, x_BTD: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        """What enters the first block, (B, T, D), from the embeddings of the tokens."""
+        return x_BTD
 
     def _positioned(self, attend: Attend, positions_BT: jax.Array) -> Attend:
         """An attention that knows positions, where a model tells them to every layer."""
@@ -60,7 +61,9 @@ class LanguageModel(nnx.Module):
         config = self.config
         embed = fetch(self.embed, "embed", layout, config.compute_dtype)
         with jax.named_scope("embed"):
-            x_BTD = layout.activation(self._embedded(embed, tokens_BT, positions_BT, keys_B), ("batch", "seq", "embed"))
+            table_VD = summed(embed.tokens[...], ("vocab", "embed"), layout)
+            x_BTD = self._embedded(embed, lookup(table_VD, tokens_BT, layout), positions_BT, keys_B)
+            x_BTD = layout.activation(x_BTD, ("batch", "seq", "embed"))
 
         graphdef, params = nnx.split(self.blocks)
 
@@ -75,13 +78,13 @@ class LanguageModel(nnx.Module):
 
         head = fetch(self.head, "head", layout, config.compute_dtype)
         with jax.named_scope("head"):
-            out_DV = embed.tokens[...].T if config.tie_embeddings else head.out[...]
+            out_DV = table_VD.T if config.tie_embeddings else summed(head.out[...], ("embed", "vocab"), layout)
             return head.norm(x_BTD), out_DV, extras
 
-    def _logits(self, x_BTD: jax.Array, out_DV: jax.Array, layout: Layout) -> jax.Array:
+    def _logits(self, x_BTD: jax.Array, out_DV: Summed, layout: Layout) -> jax.Array:
         with jax.named_scope("head"):
-            logits = layout.activation(linear(x_BTD, out_DV, dtype=jnp.float32), ("batch", "seq", "vocab"))
-            return jnp.where(jnp.arange(out_DV.shape[1]) >= self.config.vocab_size, MASKED, logits)
+            logits = layout.activation(linear(x_BTD, out_DV.value, dtype=jnp.float32), ("batch", "seq", "vocab"))
+            return jnp.where(jnp.arange(logits.shape[-1]) >= self.config.vocab_size, MASKED, logits)
 
     def _whole(self, tokens_BT, segments_BT, positions_BT, keys_B, layout: Layout):
         """`_hidden` of whole sequences."""

@@ -134,9 +134,6 @@ class Llama(LanguageModel):
         self.blocks = stack(lambda r: Block(config, r), config.num_layers, rngs)
         self.head = Head(config, rngs)
 
-    def _embedded(self, embed: Embed, tokens_BT: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        return embed.tokens[...][tokens_BT]
-
     def _positioned(self, attend: Attend, positions_BT: jax.Array) -> Attend:
         turn = partial(rotate, positions_BT=positions_BT, frequencies=rotary_frequencies(self.config))
         return lambda q, k, v: attend(turn(q), turn(k), v)

@@ -10,6 +10,7 @@ from flax import nnx
 from sharder.config import MlpConfig
 from sharder.models.layers import fetch, gelu, normal, param, stack, zeros
 from sharder.ops.layout import SINGLE, Layout
+from sharder.ops.linear import add_bias, linear
 from sharder.sharding.axes import AxisRules
 
 
@@ -20,7 +21,7 @@ class Dense(nnx.Module):
         self.bias = param(rngs, zeros, dtype, dims[1:], axes[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.kernel[...] + self.bias[...]
+        return add_bias(linear(x, self.kernel[...]), self.bias[...])
 
 
 class Mlp(nnx.Module):

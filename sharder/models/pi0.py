@@ -22,7 +22,7 @@ from sharder.models.siglip import Siglip
 from sharder.ops.attention_backends import attend
 from sharder.ops.augment import augment
 from sharder.ops.layout import SINGLE, Layout
-from sharder.ops.linear import linear
+from sharder.ops.linear import add_bias, linear
 from sharder.sharding.axes import AxisRules
 
 LONGEST_PERIOD, SHORTEST_PERIOD = 4.0, 4e-3
@@ -49,7 +49,7 @@ class Dense(nnx.Module):
         self.bias = param(rngs, zeros, dtype, shape[1:], axes[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return linear(x, self.kernel[...]) + self.bias[...]
+        return add_bias(linear(x, self.kernel[...]), self.bias[...])
 
 
 def encode_time(time_B: jax.Array, dim: int) -> jax.Array:

@@ -12,7 +12,7 @@ from sharder.config import SiglipConfig
 from sharder.models.layers import fetch, gelu_linear, layer_norm, normal, ones, param, stack, zeros
 from sharder.ops.attention import attention
 from sharder.ops.layout import Layout
-from sharder.ops.linear import linear
+from sharder.ops.linear import add_bias, linear
 
 EPS = 1e-6
 """Of its layer norms."""
@@ -39,18 +39,18 @@ class Block(nnx.Module):
     def __call__(self, x_BPD: jax.Array, layout: Layout) -> jax.Array:
         with jax.named_scope("attention"):
             y_BPD = layer_norm(x_BPD, self.norm1_scale[...], self.norm1_bias[...], EPS)
-            projected = (linear(y_BPD, self.query[...]) + self.query_bias[...], linear(y_BPD, self.key[...]) + self.key_bias[...],
-                         linear(y_BPD, self.value[...]) + self.value_bias[...])  # fmt: skip
+            projected = (add_bias(linear(y_BPD, self.query[...]), self.query_bias[...]), add_bias(linear(y_BPD, self.key[...]), self.key_bias[...]),
+                         add_bias(linear(y_BPD, self.value[...]), self.value_bias[...]))  # fmt: skip
             q, k, v = (layout.activation(x, ("batch", "seq", "heads", "head_dim")) for x in projected)
             everything = jnp.ones((1, q.shape[1], q.shape[1]), bool)
             y_BPNH = attention(q, k, v, everything, scale=q.shape[-1] ** -0.5)
-            x_BPD = x_BPD + linear(y_BPNH, self.out[...], num_contracted=2) + self.out_bias[...]
+            x_BPD = add_bias(x_BPD + linear(y_BPNH, self.out[...], num_contracted=2), self.out_bias[...])
             x_BPD = layout.activation(x_BPD, ("batch", "seq", "embed"))
         with jax.named_scope("mlp"):
             y_BPD = layer_norm(x_BPD, self.norm2_scale[...], self.norm2_bias[...], EPS)
-            h_BPF = linear(y_BPD, self.mlp_in[...]) + self.mlp_in_bias[...]
+            h_BPF = add_bias(linear(y_BPD, self.mlp_in[...]), self.mlp_in_bias[...])
             h_BPF = layout.activation(h_BPF, ("batch", "seq", "mlp"))
-            x_BPD = x_BPD + gelu_linear(h_BPF, self.mlp_out[...]) + self.mlp_out_bias[...]
+            x_BPD = add_bias(x_BPD + gelu_linear(h_BPF, self.mlp_out[...]), self.mlp_out_bias[...])
             return layout.activation(x_BPD, ("batch", "seq", "embed"))
 
 
@@ -70,7 +70,7 @@ class Patches(nnx.Module):
         size = self.kernel.shape[0]
         rows, columns = height // size, width // size
         patches = images_BHWC.reshape(B, rows, size, columns, size, 3).swapaxes(2, 3).reshape(B, rows * columns, size, size, 3)
-        return linear(patches, self.kernel[...], num_contracted=3) + self.bias[...] + self.positions[...]
+        return add_bias(add_bias(linear(patches, self.kernel[...], num_contracted=3), self.bias[...]), self.positions[...])
 
 
 class Head(nnx.Module):
@@ -84,7 +84,7 @@ class Head(nnx.Module):
         self.bias = param(rngs, zeros, dtype, (out_dim,), ("projection",))
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
-        return linear(layer_norm(x_BPD, self.norm_scale[...], self.norm_bias[...], EPS), self.kernel[...]) + self.bias[...]
+        return add_bias(linear(layer_norm(x_BPD, self.norm_scale[...], self.norm_bias[...], EPS), self.kernel[...]), self.bias[...])
 
 
 class Siglip(nnx.Module):

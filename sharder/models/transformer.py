@@ -11,7 +11,7 @@ from sharder.config import TransformerConfig
 from sharder.models.language_model import HEADS, KV_HEADS, Attend, LanguageModel
 from sharder.models.layers import dropout, gelu_linear, layer_norm, normal, ones, param, stack, zeros
 from sharder.ops.layout import Layout
-from sharder.ops.linear import linear
+from sharder.ops.linear import add_bias, linear
 from sharder.sharding.axes import AxisRules
 
 
@@ -48,20 +48,20 @@ class Block(nnx.Module):
     def attention(self, x_BTD: jax.Array, attend: Attend, keys_B: jax.Array | None, layout: Layout):
         with jax.named_scope("attention"):
             y_BTD = layer_norm(x_BTD, self.norm1_scale[...], self.norm1_bias[...])
-            q_BTNH = layout.activation(linear(y_BTD, self.q[...]) + self.q_bias[...], HEADS)
-            k_BTNH = layout.activation(linear(y_BTD, self.k[...]) + self.k_bias[...], KV_HEADS)
-            v_BTNH = layout.activation(linear(y_BTD, self.v[...]) + self.v_bias[...], KV_HEADS)
+            q_BTNH = layout.activation(add_bias(linear(y_BTD, self.q[...]), self.q_bias[...]), HEADS)
+            k_BTNH = layout.activation(add_bias(linear(y_BTD, self.k[...]), self.k_bias[...]), KV_HEADS)
+            v_BTNH = layout.activation(add_bias(linear(y_BTD, self.v[...]), self.v_bias[...]), KV_HEADS)
             y_BTNH, extra = attend(q_BTNH, k_BTNH, v_BTNH)
-            y_BTD = linear(y_BTNH, self.attn_out[...], num_contracted=2) + self.attn_out_bias[...]
+            y_BTD = add_bias(linear(y_BTNH, self.attn_out[...], num_contracted=2), self.attn_out_bias[...])
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 0, self.dropout_rate)
             return layout.activation(x_BTD, ("batch", "seq", "embed")), extra
 
     def feed_forward(self, x_BTD: jax.Array, keys_B: jax.Array | None, layout: Layout) -> jax.Array:
         with jax.named_scope("mlp"):
             y_BTD = layer_norm(x_BTD, self.norm2_scale[...], self.norm2_bias[...])
-            h_BTF = linear(y_BTD, self.mlp_in[...]) + self.mlp_in_bias[...]
+            h_BTF = add_bias(linear(y_BTD, self.mlp_in[...]), self.mlp_in_bias[...])
             h_BTF = layout.activation(h_BTF, ("batch", "seq", "mlp"))
-            y_BTD = gelu_linear(h_BTF, self.mlp_out[...]) + self.mlp_out_bias[...]
+            y_BTD = add_bias(gelu_linear(h_BTF, self.mlp_out[...]), self.mlp_out_bias[...])
             x_BTD = x_BTD + dropout(y_BTD, keys_B, 1, self.dropout_rate)
             return layout.activation(x_BTD, ("batch", "seq", "embed"))
 
@@ -105,6 +105,5 @@ class Transformer(LanguageModel):
         self.blocks = stack(lambda r: Block(config, r), config.num_layers, rngs)
         self.head = Head(config, rngs)
 
-    def _embedded(self, embed: Embed, tokens_BT: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        x_BTD = embed.tokens[...][tokens_BT] + embed.positions[...][positions_BT]
-        return dropout(x_BTD, keys_B, 2, self.config.dropout_rate)
+    def _embedded(self, embed: Embed, x_BTD: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        return dropout(add_bias(x_BTD, embed.positions[...][positions_BT]), keys_B, 2, self.config.dropout_rate)

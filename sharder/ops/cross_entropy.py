@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sharder.ops.attention import MASKED
 from sharder.ops.layout import Layout
+from sharder.ops.summed import Summed
 
 MAX_CHUNK_LOGITS = 1 << 22
 """Logits of one example in a chunk: 16 MiB in float32."""
@@ -63,13 +64,13 @@ def _forward(x_RNTD, out_DV, targets_RNT, num_valid: int, layout: Layout):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _losses(x_RNTD, out_DV, targets_RNT, num_valid: int, layout: Layout):
-    return _forward(x_RNTD, out_DV, targets_RNT, num_valid, layout)[0]
+def _losses(x_RNTD, out_DV: Summed, targets_RNT, num_valid: int, layout: Layout):
+    return _forward(x_RNTD, out_DV.value, targets_RNT, num_valid, layout)[0]
 
 
 def _losses_forward(x_RNTD, out_DV, targets_RNT, num_valid, layout):
-    losses, log_z = _forward(x_RNTD, out_DV, targets_RNT, num_valid, layout)
-    return losses, (x_RNTD, out_DV, targets_RNT, log_z)
+    losses, log_z = _forward(x_RNTD, out_DV.value, targets_RNT, num_valid, layout)
+    return losses, (x_RNTD, out_DV.value, targets_RNT, log_z)
 
 
 def _losses_backward(num_valid, layout, kept, cotangent_RNT):
@@ -90,13 +91,13 @@ def _losses_backward(num_valid, layout, kept, cotangent_RNT):
     zeros = by_replica(jnp.zeros((x_RNTD.shape[0], *out_DV.shape), jnp.float32))
     arrays = (x_RNTD, targets_RNT, log_z_RNT, cotangent_RNT)
     total_RDV, grad_x = jax.lax.scan(body, zeros, tuple(_chunks(a, size) for a in arrays))
-    return _joined(grad_x), total_RDV.sum(0).astype(out_DV.dtype), None
+    return _joined(grad_x), Summed(jnp.zeros_like(out_DV), total_RDV), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
-def cross_entropy(x_BTD: jax.Array, out_DV: jax.Array, targets_BT: jax.Array, num_valid: int, layout: Layout) -> jax.Array:
+def cross_entropy(x_BTD: jax.Array, out_DV: Summed, targets_BT: jax.Array, num_valid: int, layout: Layout) -> jax.Array:
     """Cross-entropy in nats of each token, (B, T) float32, for logits x @ out of which the first `num_valid` entries count.
 
     The batch must divide over the layout's replicas. Scratch memory: the logits of one chunk, and backward one (D, V) in

@@ -20,7 +20,7 @@ from sharder.instrument.memory import measured_bytes
 from sharder.sharding import figure, grid
 from sharder.sharding.divisible import Machine
 from sharder.sharding.show import explain
-from sharder.train.abstract import lower_abstract
+from sharder.train.abstract import compile_exact, lower_abstract
 from sharder.train.description import describe_step
 from sharder.train.inspection import Inspection, inspect, inspect_here
 from sharder.train.setup import prepare, set_up
@@ -79,12 +79,13 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None) ->
     print(account(setup.config, setup.plan.mesh.num_replicas))
     if setup.why_fast:
         print(f"fast mode, not exact: {setup.why_fast}")
-    if compiles and step.num_microbatches:
-        print("the programs of exact mode are not compiled here; with --parallel.reduction fast the declarative step is")
     compiled = None
-    if compiles and not step.num_microbatches:
+    if compiles:
         hosts = [d.process_index for d in setup.mesh.devices.flat]
-        compiled = machine.read_compiled(prediction, lower_abstract(setup).compile(), hosts, accelerator)
+        if step.num_microbatches:
+            compiled = machine.read_exact(prediction, compile_exact(setup), hosts, accelerator)
+        else:
+            compiled = machine.read_compiled(prediction, lower_abstract(setup).compile(), hosts, accelerator)
     limit, measured = accelerator and accelerator.memory_bytes, measured_bytes(devices[0])
     console.print(show.memory_table(prediction.memory, compiled and compiled.total_bytes, measured, limit))
     if compiled is not None:
@@ -159,10 +160,13 @@ def mesh_text(step: Step) -> str:
 def say_fit(config: RunConfig, target: topology.Topology, prediction: Prediction, total_bytes: int) -> int:
     limit, name = target.accelerator.memory_bytes, target.accelerator.name
     print(show.fit_text(total_bytes, limit, name))
-    if total_bytes <= limit:
-        return 0
-    # Predictions are within 10 % of what compiles: options are held to as much.
+    # Predictions are within 10 % of what compiles: what is only predicted is held to as much.
     wanted = int(limit * min(1.0, prediction.memory.total / total_bytes))
+    if total_bytes <= limit:
+        if not prediction.step.num_microbatches:
+            most = machine.most_examples_that_fit(prediction.step, wanted)
+            print(f"microbatches of up to {most} examples would fit, by prediction; a replica computes {prediction.step.microbatch_size} at once")
+        return 0
     found = machine.remedies(config, describe_step, prediction.step, target.num_devices, target.devices_per_host, wanted)
     print("\n".join(["What would fit, by prediction:", *found]) if found else "No policy, tensor degree, remat policy or microbatch would fit.")
     return 2

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharder.instrument.bound import GATHER, REDUCE
+from sharder.instrument.bound import GATHER, REDUCE, hosts_of_axes
 from sharder.instrument.hardware import ACCELERATORS
-from sharder.instrument.roofline import count_work, hosts_of_axes, predict, split_bounds
+from sharder.instrument.roofline import count_work, predict, split_bounds
 from sharder.sharding.mesh import MeshShape
 
 H100 = ACCELERATORS["h100"]

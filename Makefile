@@ -52,6 +52,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/sharding.py
 	$(BIN)/python bench/data.py
+	$(BIN)/python bench/checkpoint.py
 
 clean:
 	rm -rf $(VENV) .venv-latest

@@ -108,7 +108,7 @@ class Pieces:
         from sharder.data.open import open_datasets, open_order
         from sharder.events import EventLog
         from sharder.train.loop import step_facts
-        from sharder.train.run_dir import Attempt
+        from sharder.train.attempt import Attempt
         from sharder.train.setup import prepare
         from sharder.train.state import create_state
         from sharder.train.stepping import Stepper

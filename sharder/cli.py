@@ -53,6 +53,8 @@ def train(arguments: list[str]) -> int:
     def command(
         run_dir: Path | None = None,
         resume: Literal["auto", "never", "must"] = "auto",
+        resume_from: Annotated[str | None, tyro.conf.arg(name="resume-from")] = None,
+        rewind: bool = False,
         print_config: Annotated[bool, tyro.conf.arg(name="print-config")] = False,
         config: WithConfig = default,
     ) -> tuple:
@@ -60,11 +62,13 @@ def train(arguments: list[str]) -> int:
         Args:
             run_dir: Folder of the run; one that exists is resumed.
             resume: auto: resume a run that exists, else start one; never: refuse one that exists; must: refuse to start one.
+            resume_from: RUN@STEP: begin a new run with the whole state of a checkpoint of another (RUN alone: its latest).
+            rewind: With --resume-from of the run itself: go back; its later checkpoints are set aside.
             print_config: Print the resolved configuration as JSON and stop.
         """
-        return run_dir, resume, print_config, config
+        return run_dir, resume, (resume_from, rewind), print_config, config
 
-    run_dir, resume, print_config, config = tyro.cli(command, args=rest, prog=f"sharder train {name}", description=train.__doc__)
+    run_dir, resume, start, print_config, config = tyro.cli(command, args=rest, prog=f"sharder train {name}", description=train.__doc__)
     if print_config:
         print(json.dumps(to_dict(config), indent=1))
         return 0
@@ -72,9 +76,10 @@ def train(arguments: list[str]) -> int:
         raise UserError("--run-dir is missing: name the folder that the run is kept in.")
     if expects_others(config.cluster, os.environ):
         stop.wait_for_others()
+    from sharder.train.attempt import parse_branch
     from sharder.train.loop import train as run
 
-    return run(config, run_dir, resume, stop)
+    return run(config, run_dir, resume, stop, parse_branch(*start))
 
 
 def check(arguments: list[str]) -> int:

@@ -310,6 +310,13 @@ def tell_end(code: int, text: str) -> None:
     _CHANNEL.tell_end(code, text)
 
 
+def forget(name: str) -> None:
+    """Frees what this process gave under a name, once it is certain that all have it: after a later exchange."""
+    index, count = _position()
+    if count > 1:
+        _client().key_value_delete(f"sharder/exchange/{name}/{index}")
+
+
 def shutdown() -> None:
     """Leaves the group when all processes have arrived. After a failure do not call it: exit.
 

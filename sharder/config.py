@@ -26,6 +26,7 @@ __all__ = [
 Policy = Literal["dp", "zero", "fsdp"]
 Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
+BestMetric = Literal["validation_loss", "loss"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 
 
@@ -157,11 +158,21 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_every: int | None = None
     """Also keep every checkpoint whose step is a multiple of this."""
+    best: BestMetric | None = None
+    """Also keep the checkpoint with the lowest value of this."""
+    mirror: str | None = None
+    """Address (gs://, s3://, ...) that every checkpoint is copied to, and that a run whose folder is gone goes on from."""
+    snapshot_every: int | None = None
+    """Steps between copies in the host's memory, which a restart on the same host goes on from; unset: as often as costs at most
+    1 % of the time; 0: never."""
 
     def __post_init__(self):
         check_fields(self, "checkpoint")
         require(self.every >= 0, "checkpoint.every", self.every, "at least 0")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        require(
+            self.snapshot_every is None or self.snapshot_every >= 0, "checkpoint.snapshot_every", self.snapshot_every, "at least 0, or unset"
+        )
         require(self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1")
 
 

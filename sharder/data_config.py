@@ -123,6 +123,8 @@ class WeightsConfig:
     """A run, a checkpoint, imported weights, a checkpoint of openpi, or PaliGemma's .npz; unset: drawn from the seed."""
     resize: Resize = "none"
     """What to do with projections of actions and states of another dimension: fill up with zeros, cut off, or draw afresh."""
+    accept: tuple[str, ...] = ()
+    """Parameters that the weights may lack or have in another shape, by path: they are drawn afresh."""
     sizes: Literal["weights", "recipe"] = "weights"
     """weights: the model takes its sizes from the weights; recipe: weights of other sizes are refused."""
 

@@ -97,7 +97,7 @@ def findings(config: RunConfig, plan: Plan, known: Surroundings = Surroundings()
     found += refusals(config, plan.mesh.num_replicas, metadata.version("jax"))
     # How many replicas there will be is open where the mesh is.
     found += batch_findings(config, plan.mesh.num_replicas, known.num_examples) if known.mesh_error is None else []
-    found += _sequence(config) + _offload(config, known)
+    found += _sequence(config) + _offload(config, known) + _best(config)
     if known.data_error is not None:
         found.append(Finding("data", known.data_error, set_at="--data"))
     sound = known.mesh_error is None and not plan.indivisible()
@@ -128,11 +128,24 @@ def _offload(config: RunConfig, known: Surroundings) -> list[Finding]:
     return [Finding("remat", message, {"--model.remat": "block"}, "--model.remat")]
 
 
+def _best(config: RunConfig) -> list[Finding]:
+    """A metric that is not measured where checkpoints are saved would keep none."""
+    every, validate = config.checkpoint.every, config.train.validate_every
+    if config.checkpoint.best != "validation_loss" or every == 0 or (validate and every % validate == 0):
+        return []
+    message = (
+        f"--checkpoint.best is validation_loss, but with --checkpoint.every {every} and --train.validate-every {validate} checkpoints"
+        " are saved where nothing was evaluated: make the first a multiple of the second."
+    )
+    nearest = {"--train.validate-every": every} if not validate or validate > every else {"--checkpoint.every": every // validate * validate}
+    return [Finding("best", message, nearest, "--checkpoint.best")]
+
+
 def num_retained(config: RunConfig) -> int:
     """The most checkpoints that lie on disk at once: those kept, and one that is being written."""
     keep, steps = config.checkpoint, config.train.steps
     num_saves = steps // keep.every + 1 if keep.every else 1
-    return min(num_saves, keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0))
+    return min(num_saves, keep.keep_last + 1 + (keep.best is not None) + (steps // keep.keep_every if keep.keep_every else 0))
 
 
 def _disk(config: RunConfig, known: Surroundings) -> list[Finding]:

@@ -19,6 +19,10 @@ STEP = {
 }  # fmt: skip
 TORCH = {"torch_step_s", "torch_tokens_per_s", "ratio_to_torch", "loss_apart"}
 LOADER = {"step_s", "step_slow_loader_s", "growth", "data_wait_s", "data_wait_slow_loader_s", "growth_without_overlap"}
+CHECKPOINT = {
+    "state_bytes", "step_s", "memcpy_s", "save_stall_s", "save_stall_share", "step_beside_a_save_s", "snapshot_stall_s",
+    "snapshot_stall_share", "snapshot_every", "save_s_per_gb", "restore_s_per_gb", "verify_s_per_gb", "verify_numpy_s_per_gb",
+}  # fmt: skip
 KEYS = {
     "bench", "figure", "value", "unit", "how", "model", "python", "jax", "torch", "cpu_count", "load_before", "data_sha256",
 }  # fmt: skip
@@ -39,6 +43,12 @@ def test_loader_prints_its_figures():
     lines = quick("loader")
     assert set(lines) == LOADER
     assert all(math.isfinite(line["value"]) for line in lines.values())
+
+
+def test_checkpoint_prints_its_figures():
+    lines = quick("checkpoint")
+    assert set(lines) == CHECKPOINT
+    assert all(line["value"] > 0 for line in lines.values())
 
 
 @pytest.mark.slow

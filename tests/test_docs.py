@@ -155,7 +155,7 @@ def options_of_train() -> set[str]:
     sections = [(f.name, f.type) for f in dataclasses.fields(RunConfig) if f.name != "model"]
     sections += [("model", cls) for cls in MODEL_CONFIGS.values()]
     fields = {f"--{name}.{f.name}".replace("_", "-") for name, cls in sections for f in dataclasses.fields(cls)}
-    return fields | {"--run-dir", "--resume", "--print-config"}
+    return fields | {"--run-dir", "--resume", "--resume-from", "--rewind", "--print-config"}
 
 
 def problem_of_option(option: str) -> str | None:

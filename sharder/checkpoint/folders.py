@@ -9,7 +9,7 @@ from sharder.fields import UserError
 NEVER_FINISHED = "the save never finished: there is no manifest.json"
 VERIFIED = "verified"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
-SET_ASIDE = (UNFINISHED, DAMAGED)
+SET_ASIDE = (UNFINISHED, DAMAGED, ".rewound")
 """Ends of the names of folders that were set aside, by reason."""
 
 

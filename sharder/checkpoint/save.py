@@ -16,6 +16,7 @@ import jax
 
 from sharder.checkpoint.folders import entry, folder, list_steps, read_manifest
 from sharder.checkpoint.manifest import write_manifest
+from sharder.checkpoint.mirror import Mirror
 from sharder.checkpoint.orbax import items, quietly, reason, write_small_arrays_whole
 from sharder.checkpoint.restore import Leaves
 from sharder.checkpoint.retention import remove_others
@@ -38,6 +39,8 @@ class _Pending:
 
     step: int
     copied: threading.Event = field(default_factory=threading.Event)
+    announced: threading.Event = field(default_factory=threading.Event)
+    """The event `save` is written."""
     thread: threading.Thread | None = None
     fault: str | None = None
     """Why it is none; the same in every process."""
@@ -48,8 +51,10 @@ class _Pending:
 class Saver:
     """Writes checkpoints in the background, at most one at a time."""
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig, events: EventLog, say: Callable[[str], None] = print):
-        self.run_dir, self.config, self.events, self.say = run_dir, config, events, say
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, events: EventLog, say: Callable[[str], None] = print, mirror: Mirror | None = None
+    ):  # fmt: skip
+        self.run_dir, self.config, self.events, self.say, self.mirror = run_dir, config, events, say, mirror
         self._pending: _Pending | None = None
         self._failed: str | None = None
         """Why the last save asked for is no checkpoint."""
@@ -76,7 +81,10 @@ class Saver:
         self._pending.thread.start()
         self._pending.copied.wait()
         stall_s = time.perf_counter() - began
-        self.events.write("save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6))
+        try:
+            self.events.write("save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6))
+        finally:
+            self._pending.announced.set()
 
     def _write(self, leaves: Leaves, manifest: dict, pending: _Pending) -> None:
         began, where = time.perf_counter(), entry(self.run_dir, pending.step)
@@ -89,8 +97,10 @@ class Saver:
             if jax.process_index() == 0 and pending.fault is not None:
                 shutil.rmtree(where, ignore_errors=True)  # what could be written takes room that others may need
             elif jax.process_index() == 0:
+                pending.announced.wait()
                 self.events.write("saved", pending.step, save_s=round(time.perf_counter() - began, 6))
                 remove_others(self.run_dir, self.config)
+                self._copy_to_mirror(pending.step)
         except BaseException as error:  # noqa: BLE001  raised in the training thread by `wait`
             pending.lost = error
         finally:
@@ -106,6 +116,20 @@ class Saver:
             pending.copied.set()
         # All of them end before the folder may be removed.
         return next(filter(None, [_outcome(future) for future in futures]), None)
+
+    def _copy_to_mirror(self, step: int) -> None:
+        """The next save waits for it: what is not copied yet is one checkpoint at most."""
+        if self.mirror is None:
+            return
+        began = time.perf_counter()
+        try:
+            self.mirror.upload(self.run_dir, step)
+            self.mirror.keep(set(list_steps(self.run_dir)))
+        except Exception as error:  # stores raise errors of their own
+            self.events.write("mirror_failed", step, reason=reason(error))
+            self.say(f"the checkpoint of step {step} was not copied to {self.mirror.url}: {reason(error)}. Training goes on.")
+        else:
+            self.events.write("mirrored", step, copy_s=round(time.perf_counter() - began, 6))
 
     def _failed_to_save(self, step: int, fault: str) -> None:
         self._failed = f"{entry(self.run_dir, step)} cannot be written: {fault}"

@@ -6,10 +6,12 @@ commute, so neither the sharding nor the order can change the result. One variad
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 GOLDEN, MULTIPLIER = 0x9E3779B9, 0x85EBCA77
 
@@ -78,6 +80,13 @@ def numpy_digest(path: str, x: np.ndarray) -> np.ndarray:
         hashed = _mix((word + index * np.uint32(GOLDEN)) ^ hashed, np)
     second = hashed * ((index * np.uint32(MULTIPLIER)) | np.uint32(1))
     return np.array([hashed.sum(dtype=np.uint64), second.sum(dtype=np.uint64)]).astype(np.uint32)
+
+
+def differing(leaves: dict[str, jax.Array], saved: Mapping[str, str], replicated: NamedSharding | None = None) -> list[str]:
+    """Paths of the leaves whose digests, computed on the devices, are not the 16 hex digits in `saved`; `replicated` places the
+    result over several devices."""
+    found = np.asarray(jax.jit(digests, out_shardings=replicated)(leaves))
+    return [path for path, digest in zip(sorted(leaves), found) if hex_digest(digest) != saved.get(path)]
 
 
 def hex_digest(digest: np.ndarray) -> str:

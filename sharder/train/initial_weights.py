@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,12 +58,14 @@ def expected_shapes(file: WeightFile, model, params: Mapping[str, ParamDecl]) ->
     return ours if file.kind == "sharder" else openpi_shapes(model, ours)
 
 
-def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str) -> Fit:
-    """Compares a file with a model; `resize` is that of WeightsConfig."""
+def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str, accept: Collection[str] = ()) -> Fit:
+    """Compares a file with a model; `resize` and `accept` are those of WeightsConfig."""
     wanted, where = expected_shapes(file, model, params), map_of(file, model, params)
     ours_of = {source.path: path for path, source in where.items()}
 
     def may_lack(path: str) -> bool:
+        if ours_of[path] in accept:
+            return True
         return "lora" in path or (file.kind == "paligemma" and (not path.startswith("PaliGemma/") or "_1" in path))
 
     missing = [p for p in wanted if p not in file.shapes]
@@ -74,7 +76,9 @@ def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str) -
         if there != here:
             how = resize.partition("=")[2] if ours_of[path] in ACTION_PARAMS else ""
             fits = {"pad": all(a <= b for a, b in zip(there, here)), "slice": all(a >= b for a, b in zip(there, here)), "reinit": True}
-            if len(there) == len(here) and fits.get(how, False):
+            if ours_of[path] in accept:
+                resized[ours_of[path]] = "reinit"
+            elif len(there) == len(here) and fits.get(how, False):
                 resized[ours_of[path]] = how
             else:
                 misshapen.append(path)
@@ -94,18 +98,21 @@ def refuse(file: WeightFile, wanted: Mapping[str, tuple[int, ...]], found: Fit) 
         hint = "\nOther action dimensions: --weights.resize actions=pad, actions=slice or actions=reinit."
     if any("lora" in p for p in found.unexpected):
         hint += "\nThe weights have low-rank additions: use a recipe with them (pi0_lora, pi05_lora), or export them merged."
+    hint += "\n--weights.accept PATH ... names parameters of the model that may be missing or of another shape, and are then drawn afresh."
     raise UserError(
         f"{file.path} does not fit the model, and nothing was loaded: {len(found.missing)} missing, {len(found.unexpected)} unexpected,"
         f" {len(found.misshapen)} of another shape.\n  {'parameter':{width}}  {'in the file':>24}  {'in the model':>24}{table}{more}{hint}"
     )
 
 
-def load(file: WeightFile, model, params: Mapping[str, ParamDecl], places: Places, resize: str = "none") -> dict[str, jax.Array]:
+def load(
+    file: WeightFile, model, params: Mapping[str, ParamDecl], places: Places, resize: str = "none", accept: Collection[str] = ()
+) -> dict[str, jax.Array]:  # fmt: skip
     """Our parameters by path, each on its own shards; those that the file is not expected to have are left out.
 
     Raises UserError with every difference where the file does not fit; nothing is loaded then.
     """
-    wanted, found = expected_shapes(file, model, params), fit(file, model, params, resize)
+    wanted, found = expected_shapes(file, model, params), fit(file, model, params, resize, accept)
     if not found.ok:
         refuse(file, wanted, found)
     skipped = {path for path, how in found.resized.items() if how == "reinit"} | set(found.fresh)
@@ -203,9 +210,12 @@ def with_sizes_of_weights(config: RunConfig, run_dir: Path | None = None) -> tup
 
 def initialise(state: TrainState, config: RunConfig, params: Mapping[str, ParamDecl], places: TrainState) -> tuple[TrainState, str]:
     """A fresh state with its parameters, and their average, replaced by those of --weights.path; and what to say of it."""
-    file, resize = open_weights(config.weights.path), config.weights.resize
-    loaded = load(file, config.model, params, flatten(places.params), resize)
-    said = describe_load(file, loaded, params, fit(file, config.model, params, resize))
+    file, how = open_weights(config.weights.path), (config.weights.resize, config.weights.accept)
+    unknown = sorted(set(config.weights.accept) - set(params))
+    if unknown:
+        raise UserError(f"--weights.accept names {', '.join(unknown)}, but the model has no such parameter; {list(params)[:5]} are some of its.")
+    loaded = load(file, config.model, params, flatten(places.params), *how)
+    said = describe_load(file, loaded, params, fit(file, config.model, params, *how))
     new = unflatten(flatten(state.params) | loaded)
     averaged = flatten(state.ema or {})
     average = unflatten({path: x for path, x in flatten(new).items() if path in averaged})

@@ -9,13 +9,14 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
 
 from sharder import __version__, checkpoint, cluster
 from sharder.accounting import account
+from sharder.checkpoint.mirror import open_mirror
 from sharder.checkpoint.save import Saver
 from sharder.config import RunConfig, UserError
 from sharder.data.dataset import Dataset
@@ -24,6 +25,7 @@ from sharder.data.open import open_datasets, open_order, write_assets
 from sharder.data.order import Order
 from sharder.events import EventLog, read_json_lines
 from sharder.exactness import untested
+from sharder.facts import is_run
 from sharder.identity import shared_settings
 from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
 from sharder.instrument.peak import matrix_ceiling
@@ -33,6 +35,7 @@ from sharder.preflight import with_reduction
 from sharder.process_log import ProcessLog
 from sharder.sharding.show import to_json
 from sharder.stop import PREEMPTED, StopRequest
+from sharder.train.attempt import Attempt, Branch, describe_branch
 from sharder.train.console import open_console
 from sharder.train.description import state_leaves
 from sharder.train.evaluation import Interrupted, evaluate, make_eval_step
@@ -41,9 +44,10 @@ from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.nonfinite import gradient_paths
 from sharder.train.own_files import with_kept_tokenizer
-from sharder.train.run_dir import Attempt, Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
-from sharder.train.saved import check_data, describe_save, restore_newest
+from sharder.train.run_dir import Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
+from sharder.train.saved import check_data, check_fits, describe_save, restore_newest, restore_state
 from sharder.train.setup import Setup, prepare
+from sharder.train.snapshot import Snapshots
 from sharder.train.state import TrainState, by_path, create_state
 from sharder.train.step import compile_step
 from sharder.train.step_ledger import StepLedger
@@ -55,7 +59,7 @@ DATA_TIMEOUT_S = 1800
 """How long processes wait for one another to open the data: a host may have to tokenize first."""
 
 
-def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -> int:
+def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, branch: Branch | None = None) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
     facts = shared_settings(config) | {"--run-dir": os.path.abspath(run_dir), "--resume": resume}
     # The compiler's settings come first, and those of a run that goes on are the run's.
@@ -64,7 +68,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
     lock = RunLock(run_dir)
     with ProcessLog() as log:
         try:
-            return run(config, run_dir, resume, stop, lock, log)
+            return run(config, run_dir, resume, stop, lock, log, branch)
         except cluster.PeerLost as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -77,13 +81,16 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest) -
             lock.release()
 
 
-def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog) -> int:
+def run(
+    config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog, branch: Branch | None
+) -> int:  # fmt: skip
     """The story itself. Raises OSError where a file of the run cannot be written."""
     config, resized = with_sizes_of_weights(config, run_dir)
-    attempt = agree_on_attempt(run_dir, resume, config, lock)
+    attempt = agree_on_attempt(run_dir, resume, config, lock, branch)
     config = with_reduction(config, attempt.reduction)
     unevaluated = cluster.decide(lambda: {"record": interrupted_evaluation(run_dir, attempt.resume_step)})["record"]
-    if attempt.resume_step is not None and attempt.resume_step >= config.train.steps and unevaluated is None:
+    is_over = attempt.resume_step is not None and attempt.resume_step >= config.train.steps and attempt.source is None
+    if is_over and unevaluated is None:
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
         cluster.shutdown()
         return 0
@@ -92,21 +99,23 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     cluster.agree("data", data_facts(training, validation), DATA_TIMEOUT_S)
     order = open_order(config, training)
-    if attempt.resume_step is not None:
+    if attempt.resume_step is not None and attempt.source is None:
         check_data(run_dir, attempt.resume_step, training)
+    if attempt.source is not None:
+        check_fits(setup, attempt.source, attempt.resume_step)
     events = open_run(setup, attempt, training, order)
     log.open(run_dir, jax.process_index(), f"attempt {attempt.number}, process {jax.process_index()} of {jax.process_count()}")
     if jax.process_index() == 0:
         stop.watch(run_dir / STOP_FILE, config.train.max_minutes)
 
-    if attempt.resume_step is None:
-        first_step, state = 0, create_state(config, setup.declared, setup.state_shardings)
+    snapshots = Snapshots(attempt, config.checkpoint, events, say)
+    state, first_step = restore(setup, attempt, snapshots, events)
+    if state is None:
+        state = create_state(config, setup.declared, setup.state_shardings)
         if config.weights.path is not None:
             state, loaded = initialise(state, config, setup.declared.params, setup.state_shardings)
             say("\n".join(x for x in (resized, loaded) if x))
-    else:
-        state, first_step = restore_newest(setup, run_dir, attempt.resume_step, events)
-        events.write("restored", first_step)
+    snapshots.prepare(by_path(state))
     layout = setup.train_batch
     loader = open_loader(training, order, layout, first_step, config.data.prefetch)
     writers = open_writers(config, run_dir, first_step)
@@ -114,13 +123,13 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events, ledger)
     compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
-    saver = Saver(run_dir, config.checkpoint, events, say)
+    saver = Saver(run_dir, config.checkpoint, events, say, open_mirror(config.checkpoint))
     stop.training()
 
     def save(step: int, state: TrainState) -> None:
         paths, fingerprint = stepper.facts.state_paths, stepper.record["fingerprint"]
         with ledger.part("checkpoint"):
-            manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests)
+            manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests, stepper.record)
             saver.save(step, by_path(state), manifest)
 
     def evaluate_into(record: dict) -> None:
@@ -128,7 +137,8 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
         try:
             with ledger.part("evaluation"):
                 loss = evaluate(eval_step, state.params, validation, setup, lambda: stop.requested)[0]
-            stepper.write(record | validation_fields(loss, setup.declared.tokens_per_example))
+            record |= validation_fields(loss, setup.declared.tokens_per_example)  # also for the manifest
+            stepper.write(record)
         except Interrupted:
             stepper.stop_agreed = stepper.evaluation_interrupted = True
             stepper.write(record)
@@ -136,7 +146,8 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
 
     if eval_step is not None and unevaluated is not None and first_step == attempt.resume_step:
         evaluate_into(unevaluated | {"attempt": attempt.number})
-    step, saved = first_step, None if attempt.resume_step is None else first_step
+    # A run that goes on from its own checkpoint need not save it again.
+    step, saved = first_step, first_step if first_step == attempt.resume_step and attempt.source is None else None
     ledger.restart()
     while step < config.train.steps and not stepper.stop_agreed and stepper.nonfinite is None:
         with ledger.part("data_wait"):
@@ -155,6 +166,12 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
                 save(step, state)
                 saved = step
             stepper.resume_clock()
+        elif snapshots.due(step, first_step) and not last:
+            stepper.write_pending()
+            if stepper.nonfinite is None:
+                with ledger.part("checkpoint"):
+                    snapshots.take(step, by_path(state), stepper.leaf_digests, stepper.record["step_time_s"])
+            stepper.resume_clock()
 
     stepper.write_pending()
     if stepper.nonfinite is not None:
@@ -168,6 +185,7 @@ def run(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, loc
     finally:
         for writer in writers:
             writer.close()
+    snapshots.remove()
     return close_run(setup, stepper, events, step, stop)
 
 
@@ -196,17 +214,40 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: RunLock) -> Attempt:
-    """The attempt as process 0 finds it, which takes the lock."""
+def restore(setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventLog) -> tuple[TrainState | None, int]:
+    """The state that the attempt goes on from, verified, and its step; (None, 0) where it begins."""
+    found, source = snapshots.restore(setup), "snapshot"
+    if found is None and attempt.resume_step is None:
+        return None, 0
+    if found is None and attempt.source is not None:
+        found, source = (restore_state(setup, attempt.source, attempt.resume_step), attempt.resume_step), str(attempt.source)
+    elif found is None:
+        found, source = restore_newest(setup, attempt.run_dir, attempt.resume_step, events), "checkpoint"
+    events.write("restored", found[1], source=source)
+    return found
+
+
+def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: RunLock, branch: Branch | None) -> Attempt:
+    """The attempt as process 0 finds it, which takes the lock, and looks at the mirror where the folder holds no run."""
 
     def choose() -> dict:
         lock.take()
         if (run_dir / STOP_FILE).exists():
             raise UserError(f"{run_dir / STOP_FILE} asks this run to stop: remove it to continue.")
-        attempt = open_attempt(run_dir, resume, config)
-        return {"number": attempt.number, "resume_step": attempt.resume_step, "reduction": attempt.reduction}
+        mirror = open_mirror(config.checkpoint)
+        if mirror is not None and resume != "never" and not is_run(run_dir):
+            fetched = mirror.fetch(run_dir)
+            if fetched is not None:
+                say(f"the checkpoint of step {fetched} was fetched from {mirror.url}")
+        attempt = open_attempt(run_dir, resume, config, branch)
+        if mirror is not None:
+            mirror.check_owner(attempt.run_id)
+        if mirror is not None and attempt.rewinds:
+            mirror.set_aside([s for s in mirror.steps() if s > attempt.resume_step])
+        return {**asdict(attempt), "run_dir": str(run_dir), "source": attempt.source and str(attempt.source)}
 
-    return Attempt(run_dir, **cluster.decide(choose))
+    chosen = cluster.decide(choose)
+    return Attempt(**chosen | {"run_dir": run_dir, "source": chosen["source"] and Path(chosen["source"])})
 
 
 def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) -> EventLog:
@@ -232,6 +273,8 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     write_assets(run_dir / "assets", training)
     if setup.declared.frozen:
         print(describe_frozen(setup.declared.params, setup.declared.frozen))
+    if attempt.source is not None:
+        print(describe_branch(attempt, config))
     notes = untested(config, device.platform, jax.__version__), setup.why_fast and f"fast mode, not exact: {setup.why_fast}"
     for note in filter(None, notes):
         print(note)

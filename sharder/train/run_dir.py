@@ -3,33 +3,22 @@
 import errno
 import json
 import os
-from dataclasses import dataclass, replace
+import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Literal
 
 from sharder import checkpoint
 from sharder.checkpoint.save import SaveFailed
-from sharder.config import RunConfig, UserError, config_hash, to_dict
+from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
 from sharder.events import end_with_newline, read_json_lines
-from sharder.facts import is_run, read_config
+from sharder.facts import config_of, is_run, read_config, read_facts
 from sharder.identity import differences
 from sharder.lock import InUse, take_lock
+from sharder.train.attempt import Attempt, Branch, begin_branch, lasting_facts, resume_branch, rewind
 from sharder.train.own_files import keep_tokenizer, with_absolute_paths
 
 Resume = Literal["auto", "never", "must"]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run."""
-
-    run_dir: Path
-    number: int
-    """1 for the first start."""
-    resume_step: int | None
-    """Checkpoint to restore, or None to begin at step 0."""
-    reduction: str = "auto"
-    """The mode that the run was begun in; of a new run, what was asked for."""
 
 
 class RunLock:
@@ -79,27 +68,48 @@ def mode_asked_for(run_dir: Path, config: RunConfig) -> str:
     return read_config(run_dir).parallel.reduction
 
 
-def open_attempt(run_dir: Path, resume: Resume, config: RunConfig) -> Attempt:
+def open_attempt(run_dir: Path, resume: Resume, config: RunConfig, branch: Branch | None = None) -> Attempt:
     """Decides where an attempt begins; touches nothing that exists. Raises UserError where it must not begin."""
     if not is_run(run_dir):
         if resume == "must":
             raise UserError(f"--resume is must, but {run_dir} holds no run.")
-        return Attempt(run_dir, 1, None, config.parallel.reduction)
+        new = Attempt(run_dir, 1, None, config.parallel.reduction, secrets.token_hex(8))
+        return new if branch is None else begin_branch(new, branch)
     if resume == "never":
         raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
     config = replace(config, parallel=replace(config.parallel, reduction=mode_asked_for(run_dir, config)))
-    differ = differences(read_config(run_dir), config)
-    if differ:
-        listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
-        raise UserError(f"{run_dir} was started with other settings:{listed}\nUse those, or another --run-dir.")
+    facts = read_facts(run_dir)
+    check_settings(config_of(facts, run_dir), config, f"{run_dir} was started")
     steps = checkpoint.list_steps(run_dir)
+    if steps:
+        check_saved_settings(run_dir, steps[-1], config)
     if not steps and resume == "must":
         raise UserError(f"--resume is must, but {run_dir} holds no checkpoint.")
     events, _ = read_json_lines(run_dir / "events.jsonl")
     if not steps:
         check_nothing_lost(run_dir, events)
     numbers = [e["attempt"] for e in events if isinstance(e.get("attempt"), int)]
-    return Attempt(run_dir, 1 + max(numbers, default=1), steps[-1] if steps else None, config.parallel.reduction)
+    number, run_id = 1 + max(numbers, default=1), facts.get("run_id") or secrets.token_hex(8)
+    attempt = Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction, run_id)
+    return attempt if branch is None else resume_branch(attempt, branch, facts, steps)
+
+
+def check_settings(was: RunConfig, now: RunConfig, what: str) -> None:
+    """Raises UserError with what differs of the settings that decide the numbers, and what to do."""
+    differ = differences(was, now)
+    if differ:
+        listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
+        raise UserError(
+            f"{what} with other settings:{listed}\nUse those, or another --run-dir; with --resume-from RUN@STEP that begins with the state"
+            " of a checkpoint."
+        )
+
+
+def check_saved_settings(run_dir: Path, step: int, config: RunConfig) -> None:
+    """As `check_settings`, with the settings that stand in the checkpoint itself."""
+    saved = checkpoint.read_manifest(run_dir, step).get("config")
+    if saved is not None:
+        check_settings(from_dict(saved), config, f"{checkpoint.entry(run_dir, step)} was saved")
 
 
 def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:
@@ -142,7 +152,8 @@ def begin(attempt: Attempt, config: RunConfig, facts: dict) -> list[tuple[str, s
     for name in ("metrics.jsonl", "events.jsonl"):
         end_with_newline(attempt.run_dir / name)
     keep_tokenizer(attempt.run_dir, config)
-    config = with_absolute_paths(config)
+    config, facts = with_absolute_paths(config), {**facts, **lasting_facts(attempt)}
     text = json.dumps({"config": to_dict(config), "config_hash": config_hash(config), **facts}, indent=1, allow_nan=False)
     checkpoint.write_durably(attempt.run_dir / "config.json", text)
-    return checkpoint.set_aside_unfinished(attempt.run_dir)
+    aside = checkpoint.set_aside_unfinished(attempt.run_dir)
+    return aside + (rewind(attempt) if attempt.rewinds else [])

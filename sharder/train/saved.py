@@ -1,8 +1,9 @@
 """Between a checkpoint and a state: what is recorded with a save, and what is verified at a restore."""
 
 import itertools
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -10,26 +11,35 @@ from jax.sharding import NamedSharding
 
 from sharder import __version__, checkpoint, cluster
 from sharder.checkpoint.folders import DAMAGED, note_verified
-from sharder.checkpoint.restore import restore
-from sharder.config import UserError, config_hash
+from sharder.checkpoint.restore import check_leaves, restore
+from sharder.config import UserError, config_hash, to_dict
 from sharder.data.dataset import Dataset
 from sharder.events import EventLog
 from sharder.models.build import unflatten
-from sharder.train.fingerprint import digests, hex_digest
+from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, declare_state, from_paths, with_shardings
 
 
-def describe_save(setup: Setup, dataset: Dataset, state_paths: list[str], fingerprint: str, leaf_digests: np.ndarray) -> dict:
+METRICS = ("loss", "validation_loss")
+"""What a checkpoint remembers of its step, so that the best of them can be kept."""
+
+
+def describe_save(
+    setup: Setup, dataset: Dataset, state_paths: list[str], fingerprint: str, leaf_digests: np.ndarray, record: Mapping = MappingProxyType({})
+) -> dict:  # fmt: skip
     """The manifest of a save, but for what `sharder.checkpoint.save.Saver` adds."""
     config, mesh = setup.config, setup.plan.mesh
     return {
         "fingerprint": fingerprint,
+        "config": to_dict(config),
         "config_hash": config_hash(config),
         "versions": {"sharder": __version__, "jax": jax.__version__},
         "policy": setup.plan.policy,
         "mesh": {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
         "num_processes": jax.process_count(),
+        "virtual_workers": config.parallel.virtual_workers if config.parallel.reduction == "exact" else None,
+        "metrics": {name: record[name] for name in METRICS if name in record},
         "data": {
             "fingerprint": dataset.fingerprint,
             "num_examples": len(dataset),
@@ -67,7 +77,7 @@ def restore_newest(setup: Setup, run_dir: Path, step: int, events: EventLog) -> 
             return state, step
         except checkpoint.Damaged as error:
             damage.append(str(error))
-        found = cluster.decide(partial(_set_aside, run_dir, step))
+        found = cluster.decide(lambda: _set_aside(run_dir, step))  # noqa: B023  called at once
         events.write("set_aside", step, name=found["name"], reason=damage[-1])
         if jax.process_index() == 0:
             print(f"{damage[-1]}\nIt was set aside as checkpoints/{found['name']}.", flush=True)
@@ -94,6 +104,12 @@ def restore_state(setup: Setup, run_dir: Path, step: int) -> TrainState:
     if int(leaves["step"]) != step:
         raise checkpoint.Damaged(f"{checkpoint.entry(run_dir, step)} is damaged: its state is of step {int(leaves['step'])}.")
     return from_paths(abstract, leaves)
+
+
+def check_fits(setup: Setup, run_dir: Path, step: int) -> None:
+    """Raises UserError where a checkpoint has other leaves than the state of this configuration."""
+    target = with_shardings(declare_state(setup.config, setup.declared), setup.state_shardings)
+    check_leaves(checkpoint.read_manifest(run_dir, step), target, str(checkpoint.entry(run_dir, step)))
 
 
 def restore_params(setup: Setup, run_dir: Path, step: int) -> dict:
@@ -123,9 +139,8 @@ _READS = itertools.count()
 
 def verify_leaves(run_dir: Path, step: int, leaves: dict[str, jax.Array], replicated: NamedSharding | None) -> None:
     """Raises Damaged where a leaf is not what was saved; `replicated` places the result over several devices."""
-    found = np.asarray(jax.jit(digests, out_shardings=replicated)(leaves))
-    saved = checkpoint.read_manifest(run_dir, step)["leaves"]
-    differ = [path for path, digest in zip(sorted(leaves), found) if hex_digest(digest) != saved[path]["fingerprint"]]
+    saved = {path: x["fingerprint"] for path, x in checkpoint.read_manifest(run_dir, step)["leaves"].items()}
+    differ = differing(leaves, saved, replicated)
     if differ:
         raise checkpoint.Damaged(
             f"{checkpoint.entry(run_dir, step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"

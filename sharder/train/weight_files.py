@@ -3,17 +3,20 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import checkpoint
 from sharder.config import UserError
 from sharder.models.build import flatten, unflatten
 from sharder.models.openpi_weights import LLM, without_value
+from sharder.train.fingerprint import differing
 
 Target = Mapping[str, jax.ShapeDtypeStruct]
 """By path: shape, dtype and sharding of what is wanted."""
@@ -43,8 +46,22 @@ class OrbaxTree:
     """Path in the folder by plain path."""
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    digests: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Of weights of our own: by plain path, the path in the state and the fingerprint of what was saved."""
 
     def read(self, target: Target) -> dict[str, jax.Array]:
+        """Raises UserError naming what is not what was saved, where that is known."""
+        if not self.digests:
+            return self._read(target)
+        saved = {p: jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.dtypes[p]), sharding=x.sharding) for p, x in target.items()}
+        found, sharding = self._read(saved), next(iter(target.values())).sharding
+        replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+        differ = differing({self.digests[p][0]: x for p, x in found.items()}, dict(self.digests.values()), replicated)
+        if differ:
+            raise UserError(f"{self.path} is damaged: {len(differ)} of {len(found)} leaves are not what was saved ({', '.join(differ[:5])}).")
+        return {p: x.astype(target[p].dtype) for p, x in found.items()}
+
+    def _read(self, target: Target) -> dict[str, jax.Array]:
         import orbax.checkpoint as ocp
 
         item = unflatten({self.names[path]: x for path, x in target.items()})
@@ -130,7 +147,16 @@ def locate(path: Path) -> tuple[str, Path]:
 def open_weights(path: str | Path) -> WeightFile:
     """The tree behind a path, of which only shapes and dtypes are read. Raises UserError where there is none."""
     kind, place = locate(Path(path))
-    return _npz_file(place) if kind == "paligemma" else _orbax_tree(kind, place)
+    if kind == "paligemma":
+        return _npz_file(place)
+    tree = _orbax_tree(kind, place)
+    return replace(tree, digests=_digests(place, {p: f"params/{p}" for p in tree.names})) if kind == "sharder" else tree
+
+
+def _digests(item: Path, state_paths: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """From the manifest beside an item of ours."""
+    leaves = json.loads((item.parent / "manifest.json").read_text())["leaves"]
+    return {plain: (path, leaves[path]["fingerprint"]) for plain, path in state_paths.items()}
 
 
 def saved_model(file: WeightFile) -> dict | None:
@@ -152,4 +178,5 @@ def open_average(path: str | Path) -> OrbaxTree:
     names = {} if tree is None else {p.removeprefix("ema/"): p for p in tree.names if p.startswith("ema/")}
     if not names:
         raise UserError(f"{path} holds no moving average of its parameters: it was trained without --train.ema-decay.")
-    return OrbaxTree("sharder", tree.path, names, {p: tree.shapes[o] for p, o in names.items()}, {p: tree.dtypes[o] for p, o in names.items()})
+    shapes, dtypes = {p: tree.shapes[o] for p, o in names.items()}, {p: tree.dtypes[o] for p, o in names.items()}
+    return OrbaxTree("sharder", tree.path, names, shapes, dtypes, _digests(folder, names))

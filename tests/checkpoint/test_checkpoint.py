@@ -11,10 +11,7 @@ from small import small
 
 from sharder import checkpoint
 from sharder.checkpoint.restore import restore_numpy
-from sharder.checkpoint.retention import retained
-from sharder.checkpoint.save import Saver
-from sharder.config import CheckpointConfig, UserError
-from sharder.events import EventLog
+from sharder.config import UserError
 from sharder.stop import StopRequest
 from sharder.train.fingerprint import numpy_fingerprint
 from sharder.train.loop import train
@@ -99,27 +96,8 @@ def test_another_dtype_or_shape_is_refused(run_dir):
         restore_state(prepare(config), run_dir, 12)
 
 
-@pytest.mark.parametrize("last, every, kept", [(1, None, {50}), (2, None, {40, 50}), (1, 20, {20, 40, 50}), (2, 30, {30, 40, 50})])
-def test_retention(last, every, kept):
-    assert retained([10, 20, 30, 40, 50], CheckpointConfig(keep_last=last, keep_every=every)) == kept
-
-
 def test_the_steps_asked_for_are_on_disk(original):
     assert checkpoint.list_steps(original) == [10, 12]
-
-
-def test_what_is_saved_is_what_was_computed(tmp_path):
-    """The arrays are donated and overwritten while the save runs."""
-    saver = Saver(tmp_path, CheckpointConfig(), EventLog(None, 1))
-    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
-    x = jax.numpy.arange(1 << 22, dtype=jax.numpy.float32)
-    expected = np.asarray(x).copy()
-    saver.save(1, {"params/x": x, "step": jax.numpy.int32(1)}, {"leaf_fingerprints": {}})
-    for _ in range(4):
-        x = overwrite(x)
-    x.block_until_ready()
-    saver.close()
-    assert (restore_numpy(tmp_path, 1)["params/x"] == expected).all()
 
 
 def test_choosing_a_step_names_what_there_is(run_dir, tmp_path):

@@ -176,7 +176,7 @@ def run(
     stepper.write_pending()
     if stepper.nonfinite is not None:
         step = stepper.nonfinite.step - 1
-    if step not in (saved, 0):
+    if step not in (saved, 0) and stepper.record:
         save(step, state)
     ledger.close(step)
     loader.close()
@@ -185,7 +185,8 @@ def run(
     finally:
         for writer in writers:
             writer.close()
-    snapshots.remove()
+    if stepper.nonfinite is None:
+        snapshots.remove()
     return close_run(setup, stepper, events, step, stop)
 
 

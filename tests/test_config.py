@@ -144,6 +144,7 @@ REFUSED = [
     (CheckpointConfig, "every", -1),
     (CheckpointConfig, "keep_last", 0),
     (CheckpointConfig, "keep_every", 0),
+    (CheckpointConfig, "snapshot_every", -1),
     (ClusterConfig, "cpu_devices", 0),
     (ClusterConfig, "cpu_devices", 1025),
     (ClusterConfig, "num_processes", 0),

@@ -1,6 +1,7 @@
 """Set-up of all tests: eight simulated devices, and a home folder of their own, with no compiled programs from before."""
 
 import os
+import signal
 import tempfile
 
 import jax
@@ -20,6 +21,13 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The first example of a property compiles; the others do not.
 settings.register_profile("sharder", deadline=None)
 settings.load_profile("sharder")
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_open():
+    """Started processes inherit which signals are blocked."""
+    yield
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "this test blocks signals for all that come after it"
 
 
 @pytest.fixture

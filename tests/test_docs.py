@@ -124,6 +124,7 @@ def problem_of_sharder(arguments: tuple[str, ...]) -> str | None:
     with (
         mock.patch.object(tyro, "cli", parse_only),
         mock.patch("sharder.facts.read_config", lambda run_dir: load_recipe("tiny_lm")),
+        mock.patch("sharder.stop.StopRequest.listen", lambda self: self),  # it would take the signals of all later tests
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
     ):

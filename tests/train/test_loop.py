@@ -241,7 +241,7 @@ def test_results_are_fetched_one_step_late(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stepping.Stepper, "dispatch", watched_dispatch)
     monkeypatch.setattr(stepping, "fetch", watched_fetch)
-    run(change(small(), checkpoint={"every": 0}), tmp_path / "run")
+    run(change(small(), checkpoint={"every": 0, "snapshot_every": 0}), tmp_path / "run")
     fetches = [i for i, (what, _) in enumerate(log) if what == "fetched"]
     for number, at in enumerate(fetches[:-1], start=1):
         assert ("dispatched", number + 1) in log[:at], f"step {number} was fetched before step {number + 1} was dispatched"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -12,25 +11,10 @@ from small import small
 from sharder import checkpoint
 from sharder.checkpoint.restore import restore_numpy
 from sharder.config import UserError
-from sharder.stop import StopRequest
 from sharder.train.fingerprint import numpy_fingerprint
-from sharder.train.loop import train
 from sharder.train.saved import restore_state
 from sharder.train.setup import prepare
 from sharder.train.state import by_path
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("run") / "run"
-    train(small(), run_dir, "auto", StopRequest())
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(original, tmp_path):
-    """A run of 12 steps with checkpoints 10 and 12, to be damaged at will."""
-    return shutil.copytree(original, tmp_path / "run")
 
 
 def with_parallel(**fields):

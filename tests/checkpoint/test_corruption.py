@@ -13,23 +13,8 @@ from sharder.checkpoint.restore import restore_numpy
 from sharder.config import UserError
 from sharder.events import EventLog, read_json_lines
 from sharder.report.verify import compare
-from sharder.stop import StopRequest
-from sharder.train.loop import train
 from sharder.train.saved import restore_newest
 from sharder.train.setup import prepare
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """A run of 12 steps with checkpoints 10 and 12."""
-    run_dir = tmp_path_factory.mktemp("run") / "run"
-    train(small(), run_dir, "auto", StopRequest())
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(original, tmp_path):
-    return shutil.copytree(original, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,9 @@ def test_the_parts_of_a_run_sum_to_its_wall_time(tmp_path):
     train(small(), tmp_path / "run", "never", StopRequest())
     lines = read(tmp_path / "run")
     assert [(x["step"], x["num_steps"]) for x in lines] == [(10, 10), (12, 2)]
-    parts, wall = sum(x[f"{p}_s"] for x in lines for p in PARTS), sum(x["wall_s"] for x in lines)
-    assert parts == pytest.approx(wall, rel=0.02)
+    wall = sum(x["wall_s"] for x in lines)
+    for line in lines:
+        assert sum(line[f"{p}_s"] for p in PARTS) + line["other_s"] == pytest.approx(line["wall_s"], abs=1e-4)
+    # Usually below 0.01; a process that waits for its turn on the machine waits anywhere.
+    assert 0 <= sum(x["other_s"] for x in lines) < 0.2 * wall
     assert sum(x["checkpoint_s"] for x in lines) > 0 and sum(x["logging_s"] for x in lines) > 0

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two workers: most of a test is one thread that compiles, or a process that is waited for. A file's tests share its fixtures.
 PYTEST := python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-full test-exact test-parity test-latest bench clean
+.PHONY: demo test test-full test-exact test-parity test-latest test-slurm soak bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another one with make PYTHON=...")'
@@ -33,6 +33,17 @@ test-full: $(VENV)/.plan
 # Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
 test-exact: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
+
+# Faults at random, one every ten steps, and what each cost: about ten seconds for a fault on 2 cores.
+FAULTS ?= 200
+SEED ?= 1
+soak: $(VENV)/.ready
+	rm -rf runs/soak runs/soak.faults runs/soak.reference
+	$(BIN)/sharder chaos tests/small.py:small --faults $(FAULTS) --seed $(SEED) --processes 2 --run-dir runs/soak --parallel.reduction exact --train.steps $$(( 10 * $(FAULTS) ))
+
+# The batch script under a real SLURM of two nodes: as root, with Debian's packages slurm-wlm and munge.
+test-slurm: $(VENV)/.ready
+	tests/slurm/two_nodes.sh $(BIN)/sharder
 
 # Against the libraries whose models we read; downloads them (torch, transformers).
 test-parity: $(VENV)/.ready

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from sharder.config import ClusterConfig, ParallelConfig, RunConfig, UserError, to_dict
+from sharder.lifeline import hold
 
 WithConfig = Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
 
@@ -39,11 +40,13 @@ def recipes(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; the same command resumes it."""
+    from sharder import heartbeat
     from sharder.place import expects_others
     from sharder.recipes import load_recipe
     from sharder.stop import StopRequest
 
     name, rest = split_name(arguments, "RECIPE", "sharder train RECIPE --run-dir DIR [options]")
+    heartbeat.begin()
     # Before anything that a recipe imports starts threads: those inherit which signals are blocked.
     stop = StopRequest().listen()
     if expects_others(ClusterConfig(), os.environ):
@@ -148,39 +151,10 @@ def _check_shapes(config: RunConfig, topology: str | None, seen: tuple, alone: b
 
 
 def launch(arguments: list[str]) -> int:
-    """Start several processes of a command on this machine."""
-    usage = "sharder launch --processes N [--devices-per-process K] -- train RECIPE ..."
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    own, inner = arguments[:at], arguments[at + 1 :]
+    """Start several processes of a command on this machine, and again what ends, until the run is done."""
+    from sharder.launch.command import launch as run
 
-    def command(processes: int, devices_per_process: int | None = None) -> tuple:
-        """
-        Args:
-            processes: Number of processes.
-            devices_per_process: Simulated CPU devices of each.
-        """
-        return processes, devices_per_process
-
-    processes, devices = tyro.cli(command, args=own, prog="sharder launch", description=f"{launch.__doc__} {usage}")
-    if not inner:
-        raise UserError(f"there is nothing to launch. Usage: {usage}")
-    if devices is not None:
-        if any(a.split("=")[0].replace("_", "-") == "--cluster.cpu-devices" for a in inner):
-            raise UserError("--devices-per-process and --cluster.cpu-devices say two things: give one of them.")
-        inner = [*inner, "--cluster.cpu-devices", str(devices)]
-    from sharder.launch.supervisor import launch as run
-
-    return run(inner, processes, _run_dir(inner))
-
-
-def _run_dir(arguments: list[str]) -> Path | None:
-    """The run folder of a launched command, where it has one."""
-    for at, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.replace("_", "-") == "--run-dir":
-            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
-            return Path(value) if value else None
-    return None
+    return run(arguments)
 
 
 def verify(arguments: list[str]) -> int:
@@ -305,18 +279,20 @@ def data(arguments: list[str]) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    """Train, stop half-way, resume, compare with an uninterrupted run, and generate text."""
+    """Train while processes are killed, lost and brought back, and compare with a run that nothing befalls."""
 
-    def command(dir: Path = Path("runs/demo")) -> Path:  # noqa: A002
+    def command(dir: Path = Path("runs/demo"), script: bool = False) -> tuple[Path, bool]:  # noqa: A002
         """
         Args:
             dir: Folder for the runs; an old demo in it is replaced.
+            script: What happens stands in a script; no key does anything.
         """
-        return dir
+        return dir, script
 
+    folder, script = tyro.cli(command, args=arguments, prog="sharder demo", description=demo.__doc__)
     from sharder.launch.demo import run_demo
 
-    return run_demo(tyro.cli(command, args=arguments, prog="sharder demo", description=demo.__doc__))
+    return run_demo(folder, script)
 
 
 def elsewhere(module: str, doc: str) -> Callable[[list[str]], int]:
@@ -334,6 +310,7 @@ COMMANDS = {
     "train": train,
     "check": check,
     "launch": launch,
+    "chaos": elsewhere("sharder.launch.chaos", "Train while processes, disk and memory fail, and compare with the run that nothing befell."),
     "verify": verify,
     "checkpoints": checkpoints,
     "eval": evaluate,
@@ -364,8 +341,9 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> None:
     """Entry point; ends the process with the command's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    traceback = "--traceback" in arguments
-    if traceback:
+    hold(dict(os.environ))
+    show_all = "--traceback" in arguments
+    if show_all:
         arguments.remove("--traceback")
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -378,4 +356,4 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     from sharder.ending import end_with
 
-    end_with(lambda: find_command(name)(rest), traceback)
+    end_with(lambda: find_command(name)(rest), show_all)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sharder import __version__
 from sharder.channel import Channel
+from sharder.compile_cache import write_in_every_process
 from sharder.config import ClusterConfig, UserError
 from sharder.exactness import with_gpu_flags
 from sharder.place import Place, find_place
@@ -90,6 +91,8 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if config.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+        write_in_every_process()
     if place is not None:
         _connect(place, config.bringup_timeout_s)
         self_test(place.index, place.count, config.bringup_timeout_s)

@@ -1,6 +1,7 @@
 """config.json of a run: its configuration, and what was known of the data, versions and devices when it was started."""
 
 import json
+import os
 from pathlib import Path
 
 from sharder.config import RunConfig, UserError, from_dict
@@ -41,6 +42,15 @@ def read_facts(run_dir: Path) -> dict:
     if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
         raise UserError(f"{path} is damaged: it holds no configuration. {WAY_OUT}")
     return facts
+
+
+MEMORY = Path("/dev/shm")
+"""Files in it are memory, which outlives processes."""
+
+
+def snapshot_place(run_id: str, memory: Path = MEMORY) -> Path:
+    """Where this user's processes keep snapshots of a run."""
+    return memory / f"sharder-{os.getuid()}" / run_id
 
 
 def _refuse(constant: str) -> None:

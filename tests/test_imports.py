@@ -17,7 +17,7 @@ RANKS = [
     {"data_config", "model_config"},
     {"config", "events", "stop"},
     {"channel", "finding"},
-    {"accounting", "exactness", "facts", "identity", "lock", "process_log", "recipes", "rendezvous"},
+    {"accounting", "exactness", "compile_cache", "facts", "heartbeat", "identity", "lifeline", "lock", "process_log", "recipes", "rendezvous"},
     {"place"},
     {"sharding", "ops"},
     {"models"},
@@ -30,9 +30,9 @@ RANKS = [
     {"ending"},
     {"cli", "session"},
 ]
-# The demo compares two runs; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint
+# The demo compares two runs, and a report begins with the ledger; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint
 # is one for all processes.
-ALLOWED_SIDEWAYS = {("launch", "report"), ("sharding", "ops"), ("data", "cluster"), ("checkpoint", "cluster")}
+ALLOWED_SIDEWAYS = {("launch", "report"), ("report", "launch"), ("sharding", "ops"), ("data", "cluster"), ("checkpoint", "cluster")}
 
 
 def rank(room: str) -> int:

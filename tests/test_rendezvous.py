@@ -5,7 +5,7 @@ import time
 import pytest
 
 from sharder.config import UserError
-from sharder.launch.supervisor import free_port
+from sharder.launch.processes import free_port
 from sharder.rendezvous import Stopped, meet, parse_address
 
 

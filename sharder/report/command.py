@@ -6,7 +6,7 @@ import tyro
 
 
 def run(arguments: list[str]) -> int:
-    """Draw what runs recorded as one HTML file."""
+    """Say where the time of runs went, over all of their attempts, and draw what they recorded as one HTML file."""
 
     def command(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> tuple:
         """
@@ -18,9 +18,12 @@ def run(arguments: list[str]) -> int:
 
     runs, out = tyro.cli(command, args=arguments, prog="sharder report", description=run.__doc__)
     from sharder.config import UserError
+    from sharder.launch.ledger import describe, read_ledger
     from sharder.report.page import write_report
 
     if not runs:
         raise UserError("RUN is missing. Usage: sharder report RUN... [--out FILE]")
+    for folder in runs:
+        print(f"{folder}: {describe(read_ledger(folder))}")
     print(f"written to {write_report(list(runs), out)}")
     return 0

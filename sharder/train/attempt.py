@@ -29,6 +29,8 @@ class Attempt:
     """The run whose checkpoint it is, where that is another: a branch begins."""
     rewinds: bool = False
     """Checkpoints after `resume_step` are to be set aside."""
+    reached: int = 0
+    """Furthest step that an earlier attempt has logged."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def resume_branch(attempt: Attempt, branch: Branch, facts: dict, steps: list[int
             f"{attempt.run_dir} has checkpoints up to step {later[-1]}: to go back to step {step}, add --rewind; the later ones"
             f" ({', '.join(map(str, later))}) are then set aside, not overwritten. Or begin another --run-dir from it."
         )
-    return replace(attempt, resume_step=step, rewinds=bool(later))
+    return replace(attempt, resume_step=step, rewinds=bool(later), reached=step)
 
 
 def rewind(attempt: Attempt) -> list[tuple[str, str]]:

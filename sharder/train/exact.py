@@ -30,6 +30,7 @@ from sharder.ops.ordered import REPLICAS, Chunking, TreeAccumulator, filled_pair
 from sharder.sharding.mesh import AXES
 from sharder.sharding.plan import LeafPlan, divisor
 from sharder.sharding.policy import storage_dim
+from sharder.train.kept import Kept
 from sharder.train.lean import LeanSlots
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
@@ -52,14 +53,15 @@ def chunking(setup: Setup, leaf: LeafPlan, num_workers: int) -> Chunking:
 class ExactStep:
     """The compiled step (state, batch, seed, stop flags, halted) -> (state, metrics); the state is donated."""
 
-    def __init__(self, setup: Setup, layout: WorkerLayout, arguments: tuple):
-        """`arguments`: arrays or shapes like those of a call; everything is compiled here."""
+    def __init__(self, setup: Setup, layout: WorkerLayout, arguments: tuple, keep: bool = False):
+        """`arguments`: arrays or shapes like those of a call; everything is compiled here, and kept for the next start with `keep`."""
         state, batch, seed, stop, halted = arguments
         self.setup, self.layout = setup, layout
         self.waited_s = 0.0
         """How long the last call waited for the devices."""
         self.num_workers = layout.num_slots * setup.plan.mesh.num_replicas
-        self.slots = SLOTS[setup.config.parallel.exact_memory](setup, layout, state, batch[0])
+        self.kept = Kept(setup, jax.tree.map(lambda x: (x.shape, str(x.dtype)), batch[0]), keep=keep)
+        self.slots = SLOTS[setup.config.parallel.exact_memory](setup, layout, state, batch[0], self.kept)
         self._add = self._compile_add()
         self._mean = self._compile_mean()
         self._finish = self._compile_finish(state, stop, halted)
@@ -91,7 +93,7 @@ class ExactStep:
             with jax.named_scope("gradient_sums"):
                 return jax.tree.map(jnp.add, a, b)
 
-        return jax.jit(add, donate_argnums=(0,)).lower(grads, grads).compile()
+        return self.kept.compile("add", lambda: jax.jit(add, donate_argnums=(0,)).lower(grads, grads))
 
     def _slot_scalars(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the losses, weights and digests of the workers of a slot."""
@@ -121,7 +123,8 @@ class ExactStep:
 
         out = (unflatten(setup.plan.shardings("update", mesh)), *[setup.replicated()] * 4)
         slots = (self._slot_scalars(),) * self.layout.num_slots
-        return jax.jit(mean, out_shardings=out).lower(self.slots.gradient_shapes, slots).compile()
+        program = jax.jit(mean, out_shardings=out)
+        return self.kept.compile("mean", lambda: program.lower(self.slots.gradient_shapes, slots))
 
     def _compile_finish(self, state: TrainState, stop, halted):
         """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the
@@ -136,7 +139,8 @@ class ExactStep:
         digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
         out = (setup.state_shardings, setup.replicated())
         program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
-        return program.lower(jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop), shape(halted)).compile()
+        shapes = jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop), shape(halted)
+        return self.kept.compile("finish", lambda: program.lower(*shapes))
 
     def __call__(self, state: TrainState, batch: list[dict], seed, stop, halted) -> tuple[TrainState, Metrics]:
         shared, self.waited_s = self.slots.begin(state, seed), 0.0

@@ -19,6 +19,7 @@ from sharder.models.build import unflatten
 from sharder.ops.ordered import REPLICAS
 from sharder.sharding.manual import ManualLayout
 from sharder.sharding.policy import only_axes
+from sharder.train.kept import Kept
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
 from sharder.train.step import accumulate
@@ -29,7 +30,7 @@ Tree = Any
 class LeanSlots:
     """A slot: forward and backward of one worker on every replica, block by block, with the ordered sums inside."""
 
-    def __init__(self, setup: Setup, layout: WorkerLayout, state: TrainState, batch: dict):
+    def __init__(self, setup: Setup, layout: WorkerLayout, state: TrainState, batch: dict, kept: Kept):
         """`state` and `batch` (one slot): arrays or shapes; everything is compiled here."""
         self.setup, self.layout = setup, layout
         self.num_worker_runs = 0
@@ -53,9 +54,13 @@ class LeanSlots:
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
         scalars = [jax.ShapeDtypeStruct((), t, sharding=setup.replicated()) for t in (jnp.uint32, jnp.int32, jnp.int32)]
         out = (unflatten(setup.plan.shardings("update", mesh)), *[NamedSharding(mesh, rows)] * 3)
-        lowered = jax.jit(program, out_shardings=out).lower(*jax.tree.map(shape, (state.params, batch)), *scalars)
-        check_kernels(setup.config, lowered.as_text(), jax.default_backend(), os.environ.get("XLA_FLAGS", ""))
-        self._slot = lowered.compile()
+
+        def lower() -> jax.stages.Lowered:
+            lowered = jax.jit(program, out_shardings=out).lower(*jax.tree.map(shape, (state.params, batch)), *scalars)
+            check_kernels(setup.config, lowered.as_text(), jax.default_backend(), os.environ.get("XLA_FLAGS", ""))
+            return lowered
+
+        self._slot = kept.compile("slot", lower)
         self._numbers = [jax.device_put(jnp.int32(i), setup.replicated()) for i in range(layout.num_slots)]
         self.gradient_shapes = jax.tree.map(
             lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), state.params, out[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from sharder import __version__, checkpoint, cluster
+from sharder import __version__, checkpoint, cluster, heartbeat
 from sharder.accounting import account
 from sharder.checkpoint.mirror import open_mirror
 from sharder.checkpoint.save import Saver
@@ -44,7 +44,7 @@ from sharder.train.initial_weights import initialise, with_sizes_of_weights
 from sharder.train.metrics import JsonLines, StepFacts, Writer, optional_writers, validation_fields
 from sharder.train.nonfinite import gradient_paths
 from sharder.train.own_files import with_kept_tokenizer
-from sharder.train.run_dir import Resume, RunLock, begin, is_about_room, mode_asked_for, no_room, open_attempt
+from sharder.train.run_dir import Resume, RunLock, begin, has_fitted, is_about_room, mode_asked_for, no_room, open_attempt
 from sharder.train.saved import check_data, check_fits, describe_save, restore_newest, restore_state
 from sharder.train.setup import Setup, prepare
 from sharder.train.snapshot import Snapshots
@@ -61,6 +61,7 @@ DATA_TIMEOUT_S = 1800
 
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, branch: Branch | None = None) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
+    heartbeat.enter("bring-up")
     facts = shared_settings(config) | {"--run-dir": os.path.abspath(run_dir), "--resume": resume}
     # The compiler's settings come first, and those of a run that goes on are the run's.
     cluster.initialize(config.cluster, mode_asked_for(run_dir, config) == "exact", facts, stop)
@@ -77,6 +78,7 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, b
                 raise
             raise no_room(run_dir, error) from error
         finally:
+            heartbeat.end()
             stop.close()
             lock.release()
 
@@ -85,6 +87,7 @@ def run(
     config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog, branch: Branch | None
 ) -> int:  # fmt: skip
     """The story itself. Raises OSError where a file of the run cannot be written."""
+    heartbeat.enter("set-up")
     config, resized = with_sizes_of_weights(config, run_dir)
     attempt = agree_on_attempt(run_dir, resume, config, lock, branch)
     config = with_reduction(config, attempt.reduction)
@@ -94,7 +97,7 @@ def run(
         say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
         cluster.shutdown()
         return 0
-    setup = prepare(config, run_dir=run_dir)
+    setup = prepare(config, run_dir=run_dir, fitted=has_fitted(attempt, config, machine_facts()))
     config = setup.config
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     cluster.agree("data", data_facts(training, validation), DATA_TIMEOUT_S)
@@ -104,6 +107,7 @@ def run(
     if attempt.source is not None:
         check_fits(setup, attempt.source, attempt.resume_step)
     events = open_run(setup, attempt, training, order)
+    heartbeat.attach(events)
     log.open(run_dir, jax.process_index(), f"attempt {attempt.number}, process {jax.process_index()} of {jax.process_count()}")
     if jax.process_index() == 0:
         stop.watch(run_dir / STOP_FILE, config.train.max_minutes)
@@ -121,12 +125,14 @@ def run(
     writers = open_writers(config, run_dir, first_step)
     ledger = StepLedger(run_dir, jax.process_index(), attempt.number)
     stepper = Stepper(setup, step_facts(setup, order, attempt), writers, events, ledger)
+    heartbeat.enter("compile", first_step)
     compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
     saver = Saver(run_dir, config.checkpoint, events, say, open_mirror(config.checkpoint))
     stop.training()
 
     def save(step: int, state: TrainState) -> None:
+        heartbeat.enter("save", step)
         paths, fingerprint = stepper.facts.state_paths, stepper.record["fingerprint"]
         with ledger.part("checkpoint"):
             manifest = describe_save(setup, training, paths, fingerprint, stepper.leaf_digests, stepper.record)
@@ -150,13 +156,16 @@ def run(
     step, saved = first_step, first_step if first_step == attempt.resume_step and attempt.source is None else None
     ledger.restart()
     while step < config.train.steps and not stepper.stop_agreed and stepper.nonfinite is None:
+        heartbeat.enter("data", step + 1)
         with ledger.part("data_wait"):
             batch = next(loader)
         ledger.move("data_wait", "host_to_device", loader.copy_wait_s)
         step += 1
+        heartbeat.enter("step", step)
         state = stepper.dispatch(state, batch, step, loader.wait_s, stop.requested)
         last = step == config.train.steps
         if eval_step is not None and (last or due(step, config.train.validate_every)):
+            heartbeat.enter("evaluate", step)
             record = stepper.drain()
             if record is not None:
                 evaluate_into(record)
@@ -180,6 +189,7 @@ def run(
         save(step, state)
     ledger.close(step)
     loader.close()
+    heartbeat.enter("end", step)
     try:
         saver.close()
     finally:
@@ -217,6 +227,7 @@ def say(text: str) -> None:
 
 def restore(setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventLog) -> tuple[TrainState | None, int]:
     """The state that the attempt goes on from, verified, and its step; (None, 0) where it begins."""
+    heartbeat.enter("restore", attempt.resume_step)
     found, source = snapshots.restore(setup), "snapshot"
     if found is None and attempt.resume_step is None:
         return None, 0
@@ -251,6 +262,16 @@ def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: Run
     return Attempt(**chosen | {"run_dir": run_dir, "source": chosen["source"] and Path(chosen["source"])})
 
 
+def machine_facts() -> dict:
+    """What the run is computed with."""
+    device = jax.devices()[0]
+    return {
+        "versions": {"sharder": __version__, "jax": jax.__version__},
+        "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+        "num_processes": jax.process_count(),
+    }
+
+
 def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) -> EventLog:
     """Writes config.json and plan.json, starts the event log, and says what is about to run."""
     config, run_dir = setup.config, attempt.run_dir
@@ -259,9 +280,7 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
     device = jax.devices()[0]
     peak = matrix_ceiling(config.model.compute_dtype)
     facts = {
-        "versions": {"sharder": __version__, "jax": jax.__version__},
-        "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
-        "num_processes": jax.process_count(),
+        **machine_facts(),
         "data": {"fingerprint": training.fingerprint, "num_examples": len(training)},
         "peak_flops": peak.value,
         "peak_source": peak.source,
@@ -320,6 +339,7 @@ def step_facts(setup: Setup, order: Order, attempt: Attempt) -> StepFacts:
         example_ids=lambda step: order.ids(step - 1, 0, config.train.global_batch_size),
         skips_nonfinite=config.train.on_nonfinite == "skip",
         attempt=attempt.number,
+        reached=attempt.reached,
     )
 
 
@@ -327,7 +347,7 @@ def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: Even
     """Compiles the step before the loop, so that no step's time contains it."""
     started = time.perf_counter()
     setup, arguments = stepper.setup, stepper.arguments(state, batch, False)
-    stepper.train_step = ExactStep(setup, setup.workers, arguments) if setup.workers else compile_step(setup, arguments)
+    stepper.train_step = ExactStep(setup, setup.workers, arguments, keep=True) if setup.workers else compile_step(setup, arguments)
     compile_s = round(time.perf_counter() - started, 3)
     events.write("compiled", compile_s=compile_s)
     say(f"compiled in {compile_s:.1f} s")

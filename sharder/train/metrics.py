@@ -34,6 +34,8 @@ class StepFacts:
     """Ids of the examples of the step that made so many completed steps."""
     skips_nonfinite: bool
     attempt: int
+    reached: int = 0
+    """Furthest step that an earlier attempt has logged."""
 
 
 def make_record(facts: StepFacts, step: int, metrics: dict[str, np.ndarray], step_time_s: float, data_wait_s: float) -> dict:

@@ -90,7 +90,7 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig, branch: Branc
         check_nothing_lost(run_dir, events)
     numbers = [e["attempt"] for e in events if isinstance(e.get("attempt"), int)]
     number, run_id = 1 + max(numbers, default=1), facts.get("run_id") or secrets.token_hex(8)
-    attempt = Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction, run_id)
+    attempt = Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction, run_id, reached=furthest_step(run_dir))
     return attempt if branch is None else resume_branch(attempt, branch, facts, steps)
 
 
@@ -110,6 +110,24 @@ def check_saved_settings(run_dir: Path, step: int, config: RunConfig) -> None:
     saved = checkpoint.read_manifest(run_dir, step).get("config")
     if saved is not None:
         check_settings(from_dict(saved), config, f"{checkpoint.entry(run_dir, step)} was saved")
+
+
+def furthest_step(run_dir: Path) -> int:
+    """That an attempt has logged; 0 where none has."""
+    records, _ = read_json_lines(run_dir / "metrics.jsonl")
+    return max((r["step"] for r in records if isinstance(r.get("step"), int)), default=0)
+
+
+def has_fitted(attempt: Attempt, config: RunConfig, facts: dict) -> bool:
+    """Whether an earlier attempt saved a checkpoint with the same model and batch on the same devices, by config.json, so that
+    its memory need not be predicted again. `facts`: versions, devices and num_processes of now."""
+    if attempt.resume_step is None or attempt.source is not None:
+        return False
+    before = read_facts(attempt.run_dir)
+    now = to_dict(config)
+    sections = all(before["config"].get(name) == now[name] for name in ("model", "parallel", "optimizer"))
+    batch = all(before["config"]["train"].get(name) == now["train"][name] for name in ("global_batch_size", "microbatch_size", "ema_decay"))
+    return sections and batch and all(before.get(name) == value for name, value in facts.items())
 
 
 def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:

@@ -45,15 +45,18 @@ class Setup:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def prepare(config: RunConfig, devices: Sequence[jax.Device] | None = None, run_dir: Path | None = None) -> Setup:
+def prepare(
+    config: RunConfig, devices: Sequence[jax.Device] | None = None, run_dir: Path | None = None, fitted: bool = False
+) -> Setup:  # fmt: skip
     """Mesh over `devices` (default: all; they need not be there), declared parameters, plan, the mode settled, and preflight;
-    with `run_dir`, disk, memory and data too. Raises UserError with all findings."""
+    with `run_dir`, disk, memory and data too, memory unless it is known that the run has `fitted`. Raises UserError with all
+    findings."""
     devices = devices or jax.devices()
     num_local = sum(d.process_index == devices[0].process_index for d in devices)
-    machine, here = Machine(len(devices), num_local), run_dir is not None
+    machine, predict = Machine(len(devices), num_local), run_dir is not None and not fitted
     # One answer for all processes, whose machines may differ.
     memory_bytes = decide(lambda: {"bytes": device_memory_bytes()})["bytes"]
-    return set_up(inspect(config, machine, devices[0].platform, memory_bytes, run_dir, predict=here), devices)
+    return set_up(inspect(config, machine, devices[0].platform, memory_bytes, run_dir, predict=predict), devices)
 
 
 def set_up(inspection: Inspection, devices: Sequence[jax.Device]) -> Setup:

@@ -22,12 +22,12 @@ from sharder.checkpoint.shards import Generation, ShardFile, generations, local_
 from sharder.cluster import exchange, forget
 from sharder.config import CheckpointConfig, UserError
 from sharder.events import EventLog
+from sharder.facts import MEMORY, snapshot_place
 from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.attempt import Attempt
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, declare_state, from_paths, with_shardings
 
-MEMORY = Path("/dev/shm")
 COST = 0.01
 """Share of the time that snapshots may take where nobody says how often."""
 FIRST_AFTER = 3
@@ -42,7 +42,7 @@ class Snapshots:
         self.every = config.snapshot_every
         """Steps between two; None: not yet known; 0: never."""
         self.asked_for = bool(config.snapshot_every)
-        self.place = MEMORY / f"sharder-{os.getuid()}" / attempt.run_id
+        self.place = snapshot_place(attempt.run_id, MEMORY)
         self._files: list[ShardFile] = []
         self._size = self._number = 0
         self._last_step: int | None = None

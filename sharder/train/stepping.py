@@ -54,6 +54,8 @@ class Stepper:
         self.record: dict = {}
         """Of the last step read."""
         self.leaf_digests: np.ndarray | None = None
+        self._lacks_new = True
+        """No step has been finished yet that no earlier attempt had done."""
 
     def arguments(self, state: TrainState, batch: dict, stop: bool) -> tuple:
         """What the compiled step takes."""
@@ -93,6 +95,9 @@ class Stepper:
         now = time.perf_counter()
         if not self.record:
             self.events.write("first_step", done.step)
+        if self._lacks_new and done.step > self.facts.reached:
+            self.events.write("new_step", done.step)
+            self._lacks_new = False
         step_time_s, self._last_read = max(now - self._last_read, at_least_s), now
         self.stop_agreed |= bool(metrics["stop"])
         nonfinite = find_nonfinite(done.step, metrics, self.facts.gradient_paths)

@@ -21,7 +21,8 @@ from sharder.ops.ordered import REPLICAS, ordered_sum
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES, make_group_mesh
 from sharder.sharding.policy import storage_dim
-from sharder.train.executables import Devices, compile_for_groups
+from sharder.train.executables import Devices
+from sharder.train.kept import Kept
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
 from sharder.train.step import accumulate
@@ -38,15 +39,15 @@ def local_replicas(mesh: Mesh) -> list[tuple[int, Devices]]:
 class WorkerSlots:
     """A slot: gather once for all slots, the worker on every replica, an ordered sum over the replicas."""
 
-    def __init__(self, setup: Setup, layout: WorkerLayout, state: TrainState, batch: dict):
+    def __init__(self, setup: Setup, layout: WorkerLayout, state: TrainState, batch: dict, kept: Kept):
         """`state` and `batch` (one slot): arrays or shapes; everything is compiled here."""
-        self.setup, self.layout = setup, layout
+        self.setup, self.layout, self.kept = setup, layout, kept
         self.replicas = local_replicas(setup.mesh)
         self.num_worker_runs = 0
         """How often the worker's program ran in this process."""
         self.leaves = list(setup.plan.leaves.values())
         self._gather = self._compile_gather(state)
-        self._workers = compile_for_groups(partial(self._lower_worker, batch), [devices for _, devices in self.replicas])
+        self._workers = kept.compile_for_groups("worker", partial(self._lower_worker, batch), [devices for _, devices in self.replicas])
         self._reduce = self._compile_reduce()
 
     # What is compiled.
@@ -72,7 +73,7 @@ class WorkerSlots:
 
         identity = jax.jit(gather, out_shardings=self._compute_shardings(self.setup.mesh))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.params)
-        return identity.lower(shapes).compile()
+        return self.kept.compile("gather", lambda: identity.lower(shapes))
 
     def _lower_worker(self, batch: dict, devices: Devices) -> jax.stages.Lowered:
         """Forward and backward of one virtual worker on the devices of one replica."""
@@ -127,7 +128,8 @@ class WorkerSlots:
         )
         # Accumulated gradients are float32; a single microbatch keeps the parameters' own dtype.
         dtype = jnp.float32 if self.layout.num_microbatches > 1 else None
-        return program.lower(self._shapes(self._stacked_specs(), mesh, (plan.mesh.num_replicas,), dtype)).compile()
+        shapes = self._shapes(self._stacked_specs(), mesh, (plan.mesh.num_replicas,), dtype)
+        return self.kept.compile("reduce", lambda: program.lower(shapes))
 
     @property
     def gradient_shapes(self) -> Tree:

@@ -1,3 +1,5 @@
+"""Attempts with small real processes in place of training."""
+
 import os
 import subprocess
 import sys
@@ -5,94 +7,133 @@ import time
 
 import pytest
 
+from sharder import heartbeat
 from sharder.config import UserError
-from sharder.launch.supervisor import Worker, launch, log_folder, watch, worker_environment
+from sharder.heartbeat import Beat
+from sharder.launch.logs import log_folder
+from sharder.launch.processes import Launch, Worker, worker_environment
+from sharder.launch.supervisor import Options, launch
+from sharder.launch.watch import Limits, Pace, Watch
+from sharder.lifeline import PARENT
+
+SLEEP = "import time; time.sleep(600)"
+KILL_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def worker(index, code, log=None):
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
-    return Worker(index, process, log)
+@pytest.fixture
+def run(tmp_path):
+    """Starts a Python process for each code, and watches them to their end."""
+    launched = Launch([], tmp_path)
+    workers = []
+
+    def run(*codes, limits=Limits(), beats=None):
+        for index, code in enumerate(codes):
+            log, beat = tmp_path / f"process_{index}.log", tmp_path / f"heartbeat_{index}"
+            beat.write_bytes((beats[index] if beats else Beat("start-up", 0, time.monotonic())).pack())
+            with open(log, "wb") as output:
+                environment = dict(os.environ) | {PARENT: launched.mark, heartbeat.VARIABLE: str(beat)}
+                process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=output, start_new_session=True)
+            workers.append(Worker(index, process, log, 0, beat))
+        return Watch(launched, workers, limits).to_end()
+
+    yield run
+    launched.kill(workers)
 
 
-SLEEP = "import time; time.sleep(60)"
+def ended(process_id):
+    try:
+        return open(f"/proc/{process_id}/stat").read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
-def test_success_is_the_success_of_all():
-    assert watch([worker(0, ""), worker(1, "")]) == 0
+def test_success_is_the_success_of_all(run):
+    assert run("", "").code == 0
 
 
-def test_a_failure_ends_the_others(monkeypatch, capsys):
-    monkeypatch.setattr("sharder.launch.supervisor.GRACE_S", 0.2)
-    workers = [worker(0, SLEEP), worker(1, "import sys; sys.exit(3)")]
+def test_a_failure_ends_the_others_at_once(run):
     started = time.monotonic()
-    assert watch(workers) == 1
-    assert time.monotonic() - started < 10
-    assert all(w.process.poll() is not None for w in workers)
-    assert "process 1 of 2 exited with code 3" in capsys.readouterr().err
+    outcome = run(SLEEP, "import sys; print('the last words', file=sys.stderr); sys.exit(3)")
+    assert (outcome.code, outcome.culprit.process, outcome.culprit.exit_code) == (1, 1, 3)
+    assert outcome.culprit.lines == ("the last words",)
+    assert time.monotonic() - started < 60
 
 
-def test_an_abort_of_a_peer_is_not_the_culprit(capsys, tmp_path):
-    """Peers of a dead process abort with -6 after it."""
-    (tmp_path / "log").write_text("the last words")
-    abort = worker(0, "import os; os.abort()")
-    abort.process.wait()
-    killed = worker(1, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "log")
-    assert watch([abort, killed]) == 1
-    errors = capsys.readouterr().err
-    assert "process 1 of 2 was ended by SIGKILL" in errors and "the last words" in errors
-
-
-def test_the_first_that_ended_is_the_culprit(monkeypatch, capsys, tmp_path):
-    """A peer of a killed process may end with a code of its own: a save that failed, a stop."""
-    (tmp_path / "log").write_text("the last words")
-    peer = worker(0, "import sys, time; time.sleep(1); sys.exit(2)")
-    assert watch([peer, worker(1, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "log")]) == 1
-    assert "process 1 of 2 was ended by SIGKILL" in capsys.readouterr().err
-
-
-def test_of_two_found_ended_at_once_the_killed_one_is_the_culprit(capsys, tmp_path):
-    (tmp_path / "log").write_text("the last words")
-    workers = [worker(0, "import sys; sys.exit(2)"), worker(1, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "log")]
-    for w in workers:
-        w.process.wait()
-    assert watch(workers) == 1
-    assert "process 1 of 2 was ended by SIGKILL" in capsys.readouterr().err
+def test_a_killed_process_is_the_culprit_though_a_peer_finds_words(run):
+    outcome = run("import sys, time; time.sleep(0.1); sys.exit(2)", KILL_ITSELF)
+    assert outcome.culprit.process == 1 and "SIGKILL" in outcome.culprit.what
 
 
 @pytest.mark.parametrize("code", [2, 75])
-def test_the_users_mistakes_and_stops_keep_their_code(code):
-    assert watch([worker(0, f"import sys; sys.exit({code})")] * 1) == code
+def test_the_users_mistakes_and_stops_keep_their_code(run, code):
+    assert run(f"import sys; sys.exit({code})").code == code
 
 
-def test_grandchildren_end_too(monkeypatch, tmp_path):
-    monkeypatch.setattr("sharder.launch.supervisor.GRACE_S", 0.2)
-    code = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
-    parent = worker(0, code)
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+def test_a_mistake_that_only_another_process_met_has_its_message(run, monkeypatch):
+    monkeypatch.setattr("sharder.launch.watch.GRACE_S", 0.2)
+    outcome = run(SLEEP, "import sys; print('error: the way out', file=sys.stderr); sys.exit(2)")
+    assert outcome.code == 2 and "the way out" in outcome.culprit.lines[-1]
+
+
+def test_grandchildren_end_too_even_in_a_session_of_their_own(run, tmp_path):
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True);"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); sys.exit(1)"
+    )
+    run(code, SLEEP)
+    grandchild = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while not ended(grandchild) and time.monotonic() < deadline:
         time.sleep(0.05)
-    watch([parent, worker(1, "import sys; sys.exit(1)")])
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().split()[2]:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}") or open(f"/proc/{pid}/stat").read().split()[2] == "Z"
+    assert ended(grandchild)
 
 
-def test_the_environment_of_a_worker_is_whole_and_without_proxies():
-    found = worker_environment({"http_proxy": "x", "HTTPS_PROXY": "y", "PATH": "p", "JAX_PROCESS_ID": "9"}, 1234, 4, 2)
-    assert found == {"PATH": "p", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+def test_a_process_that_does_not_report_is_stuck_and_shows_where(run):
+    loop = (
+        "import faulthandler, signal, sys; faulthandler.register(signal.SIGUSR1); print('ready', file=sys.stderr, flush=True)\n"
+        "def forever():\n    while True: pass\nforever()"
+    )
+    beats = [Beat("compile", 0, time.monotonic() - 1), Beat("compile", 0, time.monotonic())]
+    outcome = run(loop, SLEEP, limits=Limits(startup_s=8.0), beats=beats)
+    assert outcome.code == 1 and outcome.culprit.process == 0 and "has not reported" in outcome.culprit.what
+    assert any("in forever" in line for line in outcome.culprit.lines)
 
 
-def test_no_processes_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--processes is 0"):
-        launch(["recipes"], 0, tmp_path)
+def test_a_stopped_process_is_the_culprit_though_the_others_gave_up_first(run, monkeypatch):
+    monkeypatch.setattr("sharder.launch.watch.GRACE_S", 2.0)
+    outcome = run("import sys; sys.exit(2)", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    assert (outcome.code, outcome.culprit.process) == (1, 1) and "SIGSTOP" in outcome.culprit.what
 
 
-def test_a_mistake_that_only_another_process_met_is_shown(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("sharder.launch.supervisor.GRACE_S", 0.2)
-    (tmp_path / "log").write_text("error: the way out")
-    assert watch([worker(0, SLEEP), worker(1, "import sys; sys.exit(2)", tmp_path / "log")]) == 2
-    assert "the way out" in capsys.readouterr().err
+def test_the_limit_of_a_step_follows_the_median_and_spares_the_first():
+    pace, limits = Pace(), Limits(startup_s=600.0)
+    for step, time_s in ((1, 0.0), (2, 50.0), (3, 52.0), (4, 54.0), (5, 56.0), (6, 58.0)):
+        beat = Beat("step", step, time_s)
+        pace.see(beat)
+        assert limits.of(beat, pace) == (600.0 if step < 3 else max(30.0, 20 * pace.median_s))
+    assert pace.median_s == 2.0 and limits.of(beat, pace) == 40.0
+    assert limits.of(Beat("save", 6, 58.0), pace) == 600.0
+    assert Limits(step_s=5.0).of(beat, pace) == 5.0
+
+
+def test_the_environment_of_a_worker_is_whole_and_without_proxies_and_settings_of_another():
+    found = worker_environment({"http_proxy": "x", "HTTPS_PROXY": "y", "PATH": "p", "JAX_PROCESS_ID": "9", PARENT: "1.x"}, "host:1234", 4, 2)
+    assert found == {"PATH": "p", "JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"processes": 0}, "--processes is 0"),
+        ({"processes": 2, "min_processes": 3}, "--min-processes is 3"),
+        ({"processes": 2, "max_restarts": -1}, "--max-restarts is -1"),
+        ({"processes": 2, "limits": Limits(startup_s=0)}, "--startup-limit-s is 0"),
+        ({"processes": 2, "limits": Limits(step_s=0)}, "--step-limit-s is 0"),
+    ],
+)
+def test_what_cannot_be_supervised_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Options(**options)
 
 
 def test_logs_of_a_refused_command_leave_nothing(tmp_path):
@@ -111,11 +152,11 @@ def test_logs_of_a_run_stay(tmp_path):
 def test_a_foreign_folder_gets_no_logs(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match="exists and is not a run"):
-        launch(["recipes"], 1, tmp_path)
+        launch(["recipes"], Options(1), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_in_the_way_of_the_run_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/run is a file, or lies below one"):
-        launch(["recipes"], 1, tmp_path / "file" / "run")
+        launch(["recipes"], Options(1), tmp_path / "file" / "run")

@@ -46,18 +46,24 @@ def test_two_processes_resume_a_run_of_one(tmp_path, single):
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in metrics(single)], rel=1e-5)
 
 
-def children_of(pid):
-    return [int(p) for p in subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()]
+def events(run_dir, kind):
+    return [e for e in read_json_lines(run_dir / "events.jsonl")[0] if e["kind"] == kind]
+
+
+def spawned(run_dir):
+    return events(run_dir, "spawn")[-1]["pids"]
+
+
+ONCE = ("launch", "--max-restarts", "0", *TWO_BY_TWO[1:])
 
 
 def test_all_end_when_one_is_killed(tmp_path):
-    command = [sys.executable, "-m", "sharder", *TWO_BY_TWO, "--run-dir", str(tmp_path / "run"), "--train.steps", "100000"]
+    command = [sys.executable, "-m", "sharder", *ONCE, "--run-dir", str(tmp_path / "run"), "--train.steps", "100000"]
     launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while len(metrics(tmp_path / "run")) < 5 and launcher.poll() is None:
         time.sleep(0.1)
-    workers = children_of(launcher.pid)
-    assert len(workers) == 2
-    os.kill(max(workers), signal.SIGKILL)
+    workers = spawned(tmp_path / "run")
+    os.kill(workers[1], signal.SIGKILL)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and "ended by SIGKILL" in errors
     for pid in workers:
@@ -80,3 +86,24 @@ def test_a_signal_to_the_launcher_saves_in_all(tmp_path):
 def test_a_users_mistake_ends_all_with_its_message(tmp_path):
     result = sharder(*TWO_BY_TWO, "--run-dir", tmp_path / "run", "--train.global-batch-size", "15")
     assert result.returncode == 2 and "use 12 or 16" in result.stderr
+
+
+def test_a_second_supervisor_is_refused_while_the_first_lives_and_takes_over_when_it_is_dead(tmp_path):
+    """SIGKILL to the supervisor leaves no process; the same command goes on, with nothing lost."""
+    command = [sys.executable, "-m", "sharder", *TWO_BY_TWO, "--run-dir", str(tmp_path / "run"), "--train.steps", "100000"]
+    first = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(metrics(tmp_path / "run")) < 12 and first.poll() is None:
+        time.sleep(0.1)
+    refused = sharder(*TWO_BY_TWO, "--run-dir", tmp_path / "run")
+    assert refused.returncode == 2 and f"is supervised by process {first.pid}" in refused.stderr
+    workers = spawned(tmp_path / "run")
+    first.kill()
+    first.wait()
+    deadline = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+    done = metrics(tmp_path / "run")[-1]["step"]
+    again = sharder(*TWO_BY_TWO, "--run-dir", tmp_path / "run", "--train.steps", done + 1)
+    assert again.returncode == 0, again.stderr
+    assert metrics(tmp_path / "run")[-1]["step"] == done + 1

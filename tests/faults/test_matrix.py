@@ -1,0 +1,103 @@
+"""Real faults under the supervisor; every run must end as the one that nothing befell."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from small import RECIPE, environment, needs_tested_jax, sharder
+
+from sharder.events import read_json_lines
+from sharder.launch.chaos import NOBODY_ENDS, Options, draw, wrong_culprits, wrong_examples
+from sharder.launch.faults import KINDS, Fault
+from sharder.report.verify import compare
+
+pytestmark = needs_tested_jax
+SMALL = ("--parallel.reduction", "exact", "--parallel.virtual-workers", "4", "--checkpoint.every", "4", "--train.validate-every", "6", "--train.steps", "40")
+
+
+def options(**fields):
+    return Options(**({"faults": 20, "seed": 1, "processes": 2, "devices_per_process": 1, "kinds": KINDS, "step_limit_s": 10.0, "reference": None} | fields))
+
+
+def test_faults_are_drawn_from_the_seed_alone_and_fit_into_the_run():
+    assert draw(options(), 200) == draw(options(), 200) != draw(options(seed=2), 200)
+    drawn = draw(options(faults=50), 400)
+    assert {f.kind for f in drawn} == set(KINDS) and max(f.step for f in drawn) < 400
+    assert "evaluate" not in {f.phase for f in draw(options(faults=50), 400, evaluates=False)}
+    assert drawn[0].phase not in ("bring-up", "compile", "restore")
+
+
+def fault(process, number=0, what="SIGKILL"):
+    return {"time_s": 1.0, "kind": "fault", "process": process, "what": what, "number": number}
+
+
+def test_a_wrong_culprit_is_seen():
+    ended = {"time_s": 2.0, "kind": "ended", "culprit": {"process": 0}}
+    planned = [Fault(0, "SIGKILL", 1, "step", 3)]
+    assert wrong_culprits(planned, [fault(0), ended]) == []
+    assert "process 0" in wrong_culprits(planned, [fault(1), ended])[0]
+    assert wrong_culprits(planned, [fault(0)])
+    assert wrong_culprits(planned, [fault(0, what=NOBODY_ENDS[0])]) == []
+
+
+def test_lost_and_repeated_examples_are_seen(tmp_path):
+    def write(run, process, rows):
+        lines = [json.dumps({"attempt": attempt, "step": step, "ids": ids}) for attempt, step, ids in rows]
+        (tmp_path / f"ids_{run}_{process}.jsonl").write_text("\n".join(lines) + "\n")
+
+    write("ref", 0, [("x", 0, [1, 2, 3, 4]), ("x", 1, [5, 6, 7, 8])])
+    write("run", 0, [("a", 0, [1, 2]), ("a", 1, [5, 6]), ("b", 1, [5, 6])])
+    write("run", 1, [("a", 0, [3, 4]), ("b", 1, [7, 8])])
+    assert wrong_examples(tmp_path, "run", "ref", 2) == []
+    write("run", 1, [("a", 0, [3, 4]), ("b", 1, [7, 7])])
+    assert "step 1" in wrong_examples(tmp_path, "run", "ref", 2)[0]
+    write("run", 1, [("a", 0, [3, 4])])
+    assert "without all of their examples: [1]" in wrong_examples(tmp_path, "run", "ref", 2)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """What the run is without faults, in a single process."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    result = sharder("train", RECIPE, "--run-dir", run_dir, "--cluster.cpu-devices", "2", *SMALL)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+def test_a_short_soak_ends_with_the_bits_of_the_uninterrupted_run(reference, tmp_path):
+    kinds = ("SIGKILL", "SIGTERM", "exception", "out of memory", "supervisor")
+    arguments = ("--faults", "4", "--seed", "9", "--processes", "2", "--step-limit-s", "300", "--reference", reference, "--kinds", *kinds)
+    result = sharder("chaos", RECIPE, "--run-dir", tmp_path / "run", *arguments, *SMALL, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "4 of 4 faults landed" in result.stdout and "fingerprint of the uninterrupted run" in result.stdout
+
+
+def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):
+    """Room for one process only, then for two again: the run saves and goes on each time, without a step redone."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "sharder", "launch", "--processes", "2", "--min-processes", "1", "--devices-per-process", "1"]
+    command += ["--", "train", RECIPE, "--run-dir", str(run_dir), *SMALL]
+    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    capacity = run_dir / "logs" / "capacity"
+    for world, room in ((1, "1"), (2, None)):
+        before = len(steps_of(run_dir))
+        while len(steps_of(run_dir)) < before + 6 and launcher.poll() is None:
+            time.sleep(0.1)
+        capacity.unlink() if room is None else capacity.write_text(room)
+        while worlds(run_dir)[-1] != world and launcher.poll() is None:
+            time.sleep(0.1)
+    _, errors = launcher.communicate(timeout=600)
+    assert launcher.returncode == 0, errors
+    assert worlds(run_dir) == [2, 1, 2]
+    assert steps_of(run_dir) == list(range(1, 41))
+    assert compare(reference, run_dir).identical
+
+
+def steps_of(run_dir):
+    return [r["step"] for r in read_json_lines(run_dir / "metrics.jsonl")[0]]
+
+
+def worlds(run_dir):
+    return [e["processes"] for e in read_json_lines(run_dir / "events.jsonl")[0] if e["kind"] == "spawn"]

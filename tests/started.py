@@ -11,7 +11,7 @@ from pathlib import Path
 from small import RECIPE, environment
 
 from sharder.events import read_json_lines
-from sharder.launch.supervisor import free_port
+from sharder.launch.processes import free_port
 
 LONG_S = 240
 """For what takes seconds on an idle machine."""

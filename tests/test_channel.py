@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from sharder.channel import Ending
-from sharder.launch.supervisor import free_port
+from sharder.launch.processes import free_port
 from sharder.rendezvous import meet
 
 

@@ -19,7 +19,8 @@ EXACT = ("train", RECIPE, "--parallel.reduction", "exact", "--parallel.policy", 
 
 
 def launch(processes, run_dir, *options):
-    return ("launch", "--processes", processes, "--devices-per-process", 2 // processes, "--", *EXACT, "--run-dir", run_dir, *options)
+    """One attempt: the tests start the next one."""
+    return ("launch", "--max-restarts", 0, "--processes", processes, "--devices-per-process", 2 // processes, "--", *EXACT, "--run-dir", run_dir, *options)
 
 
 def events(run_dir, kind):

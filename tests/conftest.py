@@ -11,10 +11,13 @@ from hypothesis import settings
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-_home = tempfile.TemporaryDirectory(prefix="sharder-tests-")
-os.environ["HOME"] = _home.name
-# Tests of this session share what they compile. Set here too, since jax looks once, at the first compilation.
-jax.config.update("jax_compilation_cache_dir", os.path.join(_home.name, ".cache", "sharder", "compiled"))
+# xdist's workers inherit the home of the process that starts them, so that all tests of a session share what they compile.
+if "SHARDER_TESTS_HOME" not in os.environ:
+    _home = tempfile.TemporaryDirectory(prefix="sharder-tests-")
+    os.environ["SHARDER_TESTS_HOME"] = _home.name
+os.environ["HOME"] = os.environ["SHARDER_TESTS_HOME"]
+# Set here too, since jax looks once, at the first compilation.
+jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["HOME"], ".cache", "sharder", "compiled"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from small import sharder
 
 from sharder.config import UserError
@@ -82,6 +83,24 @@ def test_a_jobset_has_a_pod_for_each_host_and_finds_process_0_by_name():
     # Exit code 2 alone ends the set.
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
     assert made["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+def lost(ours, known, path=""):
+    """What of `ours` is not in `known`."""
+    if isinstance(ours, dict) and isinstance(known, dict):
+        return [p for key, value in ours.items() for p in (lost(value, known[key], f"{path}.{key}") if key in known else [f"{path}.{key}"])]
+    if isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        return [p for i, (a, b) in enumerate(zip(ours, known)) for p in lost(a, b, f"{path}[{i}]")]
+    return [] if ours == known else [path]
+
+
+def test_the_api_knows_every_field_of_a_jobset():
+    """By the models that Kubeflow generates from the schema of JobSet and of Kubernetes; they drop what they do not know."""
+    made = jobset.manifest(jobset.Job(4, ARGUMENTS, Path("a"), "image", accelerators=(("nvidia.com/gpu", 8),)))
+    assert lost(made, JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(made))).to_dict()) == []
+    pod = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["graceSeconds"] = pod.pop("terminationGracePeriodSeconds")
+    assert [p.rpartition(".")[2] for p in lost(made, JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(made))).to_dict())] == ["graceSeconds"]
 
 
 def test_engines_print_by_default():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Options:
     devices_per_process: int
     kinds: tuple[str, ...]
     step_limit_s: float
+    startup_limit_s: float
     reference: Path | None
 
 
@@ -65,7 +67,8 @@ def run(arguments: list[str]) -> int:
 
     def command(
         faults: int, processes: int, run_dir: Path, seed: int = 0, devices_per_process: int = 1,
-        kinds: tuple[str, ...] = faults.KINDS, step_limit_s: float = 10.0, reference: Path | None = None,
+        kinds: tuple[str, ...] = faults.KINDS, step_limit_s: float = 10.0, startup_limit_s: float = 90.0,
+        reference: Path | None = None,
     ) -> tuple[Options, Path]:  # fmt: skip
         """
         Args:
@@ -76,9 +79,10 @@ def run(arguments: list[str]) -> int:
             devices_per_process: Simulated CPU devices of each.
             kinds: Those to draw from.
             step_limit_s: As of launch: how long a step may take until it counts as stuck.
+            startup_limit_s: As of launch: how long anything else may take.
             reference: An uninterrupted run of the same recipe; unset: one is trained first, in a single process.
         """
-        return Options(faults, seed, processes, devices_per_process, kinds, step_limit_s, reference), run_dir
+        return Options(faults, seed, processes, devices_per_process, kinds, step_limit_s, startup_limit_s, reference), run_dir
 
     (options, run_dir), rest = tyro.cli(
         command, args=arguments[1:], prog="sharder chaos RECIPE", description=f"{run.__doc__} {USAGE}", return_unknown_args=True
@@ -98,14 +102,17 @@ def check(options: Options, run_dir: Path) -> None:
         raise UserError(f"--run-dir {run_dir} exists: choose another one.")
 
 
-def happen(recipe: str, options: Options, run_dir: Path, rest: list[str]) -> int:
-    """0 where every fault landed and the run is what it would have been without them, else 1."""
+def happen(
+    recipe: str, options: Options, run_dir: Path, rest: list[str], plan: Callable[[Options, int, bool], list[Fault]] = draw
+) -> int:  # fmt: skip
+    """0 where every fault landed and the run is what it would have been without them, else 1. `plan`: the faults of a run of so
+    many steps, which does or does not evaluate on its way."""
     folder = run_dir.with_name(run_dir.name + ".faults")
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ) | {faults.PLAN: str(folder), MARK: secrets.token_hex(8)}
     try:
         reference = options.reference or train_reference(recipe, options, run_dir, rest, environment)
-        planned = draw(options, steps_of(reference), read_config(reference).train.validate_every > 0)
+        planned = plan(options, steps_of(reference), read_config(reference).train.validate_every > 0)
         faults.write_plan(folder, planned)
         code, deaths = supervised(recipe, options, run_dir, rest, environment)
         time.sleep(0.5)
@@ -143,7 +150,7 @@ def supervised(recipe: str, options: Options, run_dir: Path, rest: list[str], en
     """Runs the supervisor until it ends by itself; its exit code, and how often it was killed."""
     command = [
         sys.executable, "-m", "sharder.launch.faults", "launch", "--processes", str(options.processes), "--max-restarts", str(10 * options.faults),
-        "--step-limit-s", str(options.step_limit_s), "--devices-per-process", str(options.devices_per_process),
+        "--step-limit-s", str(options.step_limit_s), "--startup-limit-s", str(options.startup_limit_s), "--devices-per-process", str(options.devices_per_process),
         "--", "train", recipe, "--run-dir", str(run_dir), *rest,
     ]  # fmt: skip
     for deaths in itertools.count():

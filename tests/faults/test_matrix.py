@@ -1,5 +1,6 @@
 """Real faults under the supervisor; every run must end as the one that nothing befell."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,8 +10,8 @@ import pytest
 from small import RECIPE, environment, needs_tested_jax, sharder
 
 from sharder.events import read_json_lines
-from sharder.launch.chaos import NOBODY_ENDS, Options, draw, wrong_culprits, wrong_examples
-from sharder.launch.faults import KINDS, Fault
+from sharder.launch.chaos import AFTER_A_RESTART, IN_PHASE, NOBODY_ENDS, Options, draw, happen, wrong_culprits, wrong_examples
+from sharder.launch.faults import KINDS, PHASES, Fault
 from sharder.report.verify import compare
 
 pytestmark = needs_tested_jax
@@ -18,7 +19,7 @@ SMALL = ("--parallel.reduction", "exact", "--parallel.virtual-workers", "4", "--
 
 
 def options(**fields):
-    return Options(**({"faults": 20, "seed": 1, "processes": 2, "devices_per_process": 1, "kinds": KINDS, "step_limit_s": 10.0, "reference": None} | fields))
+    return Options(**({"faults": 20, "seed": 1, "processes": 2, "devices_per_process": 1, "kinds": KINDS, "step_limit_s": 10.0, "startup_limit_s": 60.0, "reference": None} | fields))
 
 
 def test_faults_are_drawn_from_the_seed_alone_and_fit_into_the_run():
@@ -72,6 +73,30 @@ def test_a_short_soak_ends_with_the_bits_of_the_uninterrupted_run(tmp_path):
     result = sharder("chaos", RECIPE, "--run-dir", tmp_path / "run", *arguments, *SMALL, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "4 of 4 faults landed" in result.stdout and "no example lost or read twice" in result.stdout
+
+
+def every_cell(options, steps, evaluates):
+    """Every kind in every phase and process where it can be; what happens before the first step follows on a fault in the loop."""
+    in_loop, before = [], []
+    for kind, phase, process in itertools.product(KINDS, PHASES, range(options.processes)):
+        if phase in IN_PHASE.get(kind, PHASES) and (process == 0 or kind not in NOBODY_ENDS):
+            (before if phase in AFTER_A_RESTART else in_loop).append((kind, process, phase))
+    # Nothing ends with a full disk, so that nothing can follow on it.
+    in_loop.sort(key=lambda cell: cell[0] == "full disk")
+    assert len(before) <= len(in_loop) - 1
+    cells = [cell for pair in itertools.zip_longest(in_loop, before) for cell in pair if cell is not None]
+    every = (steps - 8) // len(in_loop)
+    return [Fault(n, kind, process, phase, 0 if phase in AFTER_A_RESTART else 3 + in_loop.index((kind, process, phase)) * every)
+            for n, (kind, process, phase) in enumerate(cells)]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_fault_in_every_phase_and_process(tmp_path, capsys):
+    rest = [*SMALL[:-1], "400"]
+    code = happen(RECIPE, options(faults=80), tmp_path / "run", rest, every_cell)
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "73 of 73 faults landed" in shown and "no example lost or read twice" in shown
 
 
 def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):

@@ -1,10 +1,11 @@
 """A second place for whole checkpoints: any address that fsspec opens (gs://, s3://, file://, memory://).
 
-Saves go to the run's own folder first, and from there to the mirror, one checkpoint at a time and the manifest last: that folder
-is all the staging there is. A run whose folder is gone goes on from its mirror. Every operation is tried again a few times; a
+Saves go to the run's own folder first, and from there to the mirror, one checkpoint at a time and the manifest last: that
+folder is all the staging there is. A run whose folder is gone goes on from its mirror. Every operation is tried again a few times; a
 mirror that does not answer costs the copy, never the run.
 """
 
+import errno
 import json
 import posixpath
 import shutil
@@ -18,6 +19,8 @@ from sharder.config import CheckpointConfig, UserError
 RUN_FILES = ("metrics.jsonl", "events.jsonl", "plan.json", "config.json")
 """Copied with every checkpoint; config.json last: with it a folder is a run."""
 ATTEMPTS, FIRST_DELAY_S = 5, 1.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk of this machine is at fault, not the mirror."""
 
 
 def open_mirror(config: CheckpointConfig) -> "Mirror | None":
@@ -43,14 +46,15 @@ class Mirror:
         return posixpath.join(self._root, *parts)
 
     def _try(self, action: Callable, *arguments, **options):
-        """Up to ATTEMPTS times, with growing pauses. Raises the last error; a missing file is an answer, not a failure."""
+        """Up to ATTEMPTS times, with growing pauses. Raises the last error; a missing file is an answer, not a failure, and room
+        does not come by waiting."""
         for number in range(ATTEMPTS):
             try:
                 return action(*arguments, **options)
             except FileNotFoundError:
                 raise
-            except Exception:  # stores raise errors of their own
-                if number == ATTEMPTS - 1:
+            except Exception as error:  # stores raise errors of their own
+                if number == ATTEMPTS - 1 or getattr(error, "errno", None) in NO_ROOM:
                     raise
                 self._sleep(FIRST_DELAY_S * 2**number)
 
@@ -92,7 +96,8 @@ class Mirror:
     def fetch(self, run_dir: Path) -> int | None:
         """Copies the newest checkpoint that is whole, and the run's files, into an empty folder; returns its step.
 
-        Raises UserError where the mirror cannot be read, or holds checkpoints of which none is whole.
+        Raises UserError where the mirror cannot be read, or holds checkpoints of which none is whole, and OSError where the
+        folder has no room.
         """
         try:
             steps = self.steps()
@@ -109,6 +114,8 @@ class Mirror:
                     return step
                 shutil.rmtree(where)
         except Exception as error:  # as above
+            if getattr(error, "errno", None) in NO_ROOM:
+                raise
             raise UserError(f"--checkpoint.mirror {self.url} cannot be read: {error}") from error
         if steps:
             raise UserError(f"--checkpoint.mirror {self.url} has checkpoints of steps {steps}, but none is whole.")

@@ -1,6 +1,8 @@
 """A mirror at a remote address, here a file system in memory that fails when it is told to."""
 
 import dataclasses
+import errno
+import os
 import shutil
 
 import fsspec
@@ -97,6 +99,20 @@ def test_a_torn_upload_is_no_checkpoint(url, tmp_path):
     (tmp_path / "new").mkdir()
     assert Mirror(url).fetch(tmp_path / "new") == 10
     assert checkpoint.list_steps(tmp_path / "new") == [10]
+
+
+def test_a_full_disk_here_is_not_laid_at_the_mirrors_door(url, tmp_path, monkeypatch):
+    train(config(url), tmp_path / "run", "auto", StopRequest())
+    asked = []
+
+    def full(self, there, here, **options):
+        asked.append(here)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), here)
+
+    monkeypatch.setattr(Flaky, "get_file", full)
+    with pytest.raises(UserError, match="No space left on device; there is no whole checkpoint yet. Free space"):
+        train(config(url), tmp_path / "new", "auto", StopRequest())
+    assert len(asked) == 1
 
 
 def test_an_address_holds_one_run(url, tmp_path):

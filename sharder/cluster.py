@@ -17,7 +17,7 @@ from sharder import __version__
 from sharder.channel import Channel
 from sharder.compile_cache import write_in_every_process
 from sharder.config import ClusterConfig, UserError
-from sharder.exactness import with_gpu_flags
+from sharder.exactness import CPU_THREADS, CPU_THREADS_VARIABLE, with_gpu_flags
 from sharder.place import Place, find_place
 from sharder.rendezvous import Facts, Stopped, disagreements, meet, parse_address
 from sharder.stop import PREEMPTED, StopRequest
@@ -76,6 +76,7 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
     keep_freed_memory()
     if exact:
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+        os.environ[CPU_THREADS_VARIABLE] = str(CPU_THREADS)
     place = find_place(config, config.bringup_timeout_s)
     if place is not None:
         _meet(place, config, facts or {}, stop)

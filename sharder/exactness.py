@@ -3,7 +3,11 @@
 On GPU two things beside the order of additions decide the bits: kernels that add in the order in which their threads happen to
 arrive, and the algorithm that autotuning happens to find fastest. `GPU_FLAGS` excludes the first. The second is kept:
 what was compiled lies in the compile cache (`--cluster.compile-cache`), and with it jax's folder of autotuning results; on a
-new machine, or in another container, copy that folder along with the run. On CPU and TPU nothing needs to be set.
+new machine, or in another container, copy that folder along with the run. On TPU nothing needs to be set.
+
+On CPU a matrix product with a long inner dimension is cut into as many pieces as the process has threads, and the pieces are
+added up. XLA takes a thread for every core, and no fewer than one for every device, so that other machines and other numbers of
+devices in a process would have other bits; exact mode fixes their number.
 """
 
 import re
@@ -20,6 +24,11 @@ GPU_FLAGS = {
     "--xla_gpu_enable_scatter_determinism_expander=true": "the faster of the other ways for scatter, the gradient of an embedding",
 }
 """What exact mode adds to XLA_FLAGS on GPU, and why. Options of XLA (xla.proto, DebugOptions)."""
+
+CPU_THREADS = 16
+"""Threads of a process's matrix products on CPU, however many cores it has; as many devices as a process may simulate."""
+CPU_THREADS_VARIABLE = "PJRT_NPROC"
+"""XLA's CPU client reads the number of its threads there."""
 
 UNORDERED_OPTIMIZERS = {"adafactor": "means over rows and columns", "muon": "matrix products"}
 """Optimizers that are not elementwise, and what they add up."""
@@ -69,6 +78,13 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Fin
             f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
         )
         found.append(Finding("exact", message, fast, "--train.ema-decay"))
+    if (config.cluster.cpu_devices or 0) > CPU_THREADS:
+        message = (
+            f"--cluster.cpu-devices is {config.cluster.cpu_devices} in exact mode, which fixes the threads of a process to {CPU_THREADS}, one"
+            f" for each device at least: simulate up to {CPU_THREADS} in a process (sharder launch starts several), or"
+            " --parallel.reduction fast."
+        )
+        found.append(Finding("exact", message, fast, "--cluster.cpu-devices"))
     if config.optimizer.name in UNORDERED_OPTIMIZERS:
         message = (
             f"--optimizer.name is {config.optimizer.name} in exact mode, but its {UNORDERED_OPTIMIZERS[config.optimizer.name]} add up over"

@@ -1,12 +1,14 @@
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from small import small
+from small import environment, small
 
-from sharder.config import UserError
-from sharder.exactness import GPU_FLAGS, check_kernels, nondeterministic_kernels, refusals, untested, with_gpu_flags
+from sharder.config import ClusterConfig, UserError
+from sharder.exactness import CPU_THREADS, CPU_THREADS_VARIABLE, GPU_FLAGS, check_kernels, nondeterministic_kernels, refusals, untested, with_gpu_flags
 
 FLAGS = with_gpu_flags("")
 
@@ -29,6 +31,39 @@ def test_a_moving_average_is_refused_where_its_bits_are_not_known_to_hold():
     assert refusals(config, 4, "0.10.2") == []
     assert "--train.ema-decay is 0.9 in exact mode, but with jax 0.12.0" in refusals(config, 4, "0.12.0")[0].message
     assert refusals(dataclasses.replace(config, parallel=small().parallel), 4, "0.12.0") == []
+
+
+def test_more_simulated_devices_than_threads_are_refused():
+    def devices(n):
+        return dataclasses.replace(exact(), cluster=ClusterConfig(cpu_devices=n))
+
+    assert refusals(devices(CPU_THREADS), 8, "0.10.2") == []
+    [found] = refusals(devices(CPU_THREADS + 1), 8, "0.10.2")
+    assert "--cluster.cpu-devices is 17 in exact mode" in found.message
+
+
+PRODUCT = """
+import sys, numpy as np
+from sharder import cluster
+from sharder.config import ClusterConfig
+cluster.initialize(ClusterConfig(cpu_devices=int(sys.argv[1]), compile_cache="off"), exact=sys.argv[2] == "exact")
+import jax, jax.numpy as jnp
+a, b = (jnp.asarray(np.random.default_rng(i).standard_normal((1024, n)), jnp.float32) for i, n in ((0, 512), (1, 16)))
+print(np.asarray(jax.jit(lambda a, b: a.T @ b)(a, b)).tobytes().hex())
+"""
+
+
+def product(devices, mode, **extra):
+    """The bits of a gradient of the MLP recipe's last layer: a product whose inner dimension is long."""
+    command = [sys.executable, "-c", PRODUCT, str(devices), mode]
+    return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, check=True).stdout
+
+
+def test_threads_do_not_decide_the_bits():
+    """XLA has as many as there are cores, and devices; here as if there were two cores."""
+    other = {CPU_THREADS_VARIABLE: "2"}
+    assert product(1, "exact", **other) == product(8, "exact", **other)
+    assert product(1, "fast", **other) != product(8, "fast", **other), "this product does not depend on threads: the test sees nothing"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
+from sharder.exactness import CPU_THREADS_VARIABLE
 from sharder.lock import wait_for_lock
 
 Devices = tuple[jax.Device, ...]
@@ -95,7 +96,7 @@ def _store(lowered: jax.stages.Lowered, devices: Devices) -> Path | None:
         return None
     facts = (
         lowered.as_text(), jax.__version__, jaxlib.__version__, devices[0].client.platform_version, devices[0].device_kind,
-        os.environ.get("XLA_FLAGS", ""), *processor(), tuple(d.id - devices[0].id for d in devices),
+        os.environ.get("XLA_FLAGS", ""), os.environ.get(CPU_THREADS_VARIABLE), *processor(), tuple(d.id - devices[0].id for d in devices),
     )  # fmt: skip
     return Path(folder) / f"sharder-{hashlib.sha256(repr(facts).encode()).hexdigest()}"
 

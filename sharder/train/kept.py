@@ -21,6 +21,7 @@ from jax.stages import Compiled, Lowered
 
 import sharder
 from sharder.config import to_dict
+from sharder.exactness import CPU_THREADS_VARIABLE
 from sharder.train.executables import Devices, compile_afresh, compile_for_groups, load_for, processor, write_whole
 from sharder.train.setup import Setup
 
@@ -104,7 +105,7 @@ def surroundings() -> tuple:
     digest = hashlib.sha256()
     for path in sorted(Path(sharder.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", CPU_THREADS_VARIABLE)]
     device = jax.devices()[0]
     return (
         digest.hexdigest(), [metadata.version(name) for name in LIBRARIES], flags, processor(), device.device_kind,

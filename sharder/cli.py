@@ -315,6 +315,7 @@ COMMANDS = {
     "checkpoints": checkpoints,
     "eval": evaluate,
     "generate": generate,
+    "serve": elsewhere("sharder.serve.command", "Answer robots over a websocket with a trained policy (openpi's protocol)."),
     "data": data,
     "weights": elsewhere("sharder.weights.command", "Import, export or check weights of other libraries and trainers; --help lists how."),
     "profile": elsewhere("sharder.train.profile_command", "Measure where the time of a step goes, by part and by kind of work."),

@@ -65,11 +65,11 @@ def open_order(config: RunConfig, training: Dataset) -> Order | MixtureOrder:
 
 
 def write_assets(folder: Path, training: Dataset) -> None:
-    """What has to go along with a model to be used; statistics, for a robot policy. Nothing for other models."""
+    """What has to go along with a model to be used: of a robot policy, statistics and names. Nothing of other models."""
     from sharder.data.robot_dataset import RobotDataset
 
     if isinstance(training, RobotDataset | Mixture):
-        from sharder.data.open_robot import write_assets as write
+        from sharder.data.assets import write_assets as write
 
         write(folder, training)
 

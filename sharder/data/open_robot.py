@@ -12,12 +12,12 @@ from sharder.config import DataConfig, MixturePart, Pi0Config, RobotConfig, RunC
 from sharder.data.chunks import expand_mask
 from sharder.data.lerobot.source import CHECKED_VIDEOS, open_lerobot
 from sharder.data.mixture import Mixture
-from sharder.data.normalize import NormStats, read_norm_stats, write_norm_stats
+from sharder.data.normalize import NormStats, read_norm_stats
 from sharder.data.pictures import Pictures, default_workers
 from sharder.data.prompts import PromptEncoder, open_prompt_tokenizer
 from sharder.data.rlds.source import is_rlds, open_rlds
 from sharder.data.robot_dataset import Numbers, RobotDataset, Scaling, Shapes, Source, frames_of, held_out_episodes
-from sharder.data.robots import Keys, Robot, aloha, droid, generic, libero
+from sharder.data.robots import Keys, Robot, generic, known
 
 STATE_NAMES = ("observation.state", "state", "observation/state", "observation/proprio")
 ACTION_NAMES = ("action", "actions")
@@ -110,7 +110,7 @@ def make_robot(config: RobotConfig, source: Source, model_cameras: tuple[str, ..
             raise UserError(f"{source.name} has none of the usual names for {what}; set it to one of {have}.")
         robot = generic(source.cameras, state, action, model_cameras)
     else:
-        robot = {"aloha": lambda: aloha(config.adapt_to_pi), "droid": droid, "libero": libero}[config.policy]()
+        robot = known(config.policy, config.adapt_to_pi)
     keys = robot.dataset
     cameras = dict(entry.split("=", 1) for entry in config.cameras) or {
         k: v for k, v in keys.cameras.items() if v in source.cameras
@@ -125,7 +125,10 @@ def make_robot(config: RobotConfig, source: Source, model_cameras: tuple[str, ..
         )
     keys = Keys(cameras, config.state or keys.state, config.action or keys.action)
     relative = robot.relative if config.relative is None else expand_mask(config.relative)
-    return replace(robot, dataset=keys, relative=relative)
+    # A place that was masked in training stays masked when the policy is used.
+    asked = {place: robot.request.cameras.get(place, name) for place, name in cameras.items()}
+    request = keys if config.policy == "generic" else replace(robot.request, cameras=asked)
+    return replace(robot, dataset=keys, request=request, relative=relative)
 
 
 def make_scaling(config: RobotConfig, numbers: Numbers, episodes: np.ndarray, variant: str) -> Scaling:
@@ -170,14 +173,6 @@ def warn_of_cut_prompts(source: Source, prompts: PromptEncoder, prompt: str | No
     longest = max((prompts.num_tokens(text, state_dim) for text in texts), default=0)
     if longest > prompts.length:
         note(f"{source.name}: prompts of up to {longest} tokens are cut to --model.max-prompt-len {prompts.length}")
-
-
-def write_assets(folder: Path, training: RobotDataset | Mixture) -> None:
-    """norm_stats.json of a dataset, or of every part of a mixture in a folder of its number: what a policy needs to be used."""
-    parts = training.parts if isinstance(training, Mixture) else (training,)
-    for number, part in enumerate(parts):
-        if part.norm_stats:
-            write_norm_stats(folder / str(number) if isinstance(training, Mixture) else folder, part.norm_stats)
 
 
 def note(text: str) -> None:

@@ -16,6 +16,8 @@ from sharder.config import UserError
 from sharder.data.chunks import expand_mask
 from sharder.data.resize import resize_with_padding
 
+LARGEST_SIDE = 8192
+"""Pixels of a picture in a request; more is a mistake."""
 MODEL_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 
@@ -136,6 +138,11 @@ def libero() -> Robot:
     )
 
 
+def known(policy: str, adapt_to_pi: bool = True) -> Robot:
+    """A robot by name: aloha, droid or libero."""
+    return {"aloha": lambda: aloha(adapt_to_pi), "droid": droid, "libero": libero}[policy]()
+
+
 def generic(
     cameras: tuple[str, ...], state: tuple[str, ...], action: str, model_cameras: tuple[str, ...] = MODEL_CAMERAS
 ) -> Robot:
@@ -185,12 +192,19 @@ def lookup(tree: dict, key: str) -> object:
 
 def parse_picture(value: object, key: str) -> np.ndarray:
     """uint8 (height, width, 3) from that, from (3, height, width), or from floats in 0 .. 1. Raises UserError."""
-    picture = np.asarray(value)
+    try:
+        picture = np.asarray(value)
+    except ValueError:
+        raise UserError(f"{key} is no picture: its rows have different lengths.") from None
     if picture.ndim == 3 and picture.shape[0] == 3 and picture.shape[2] != 3:
         picture = picture.transpose(1, 2, 0)
     if picture.ndim != 3 or picture.shape[2] != 3:
         raise UserError(f"{key} has shape {np.shape(value)}, but a picture is (height, width, 3) or (3, height, width).")
+    if not all(1 <= side <= LARGEST_SIDE for side in picture.shape[:2]):
+        raise UserError(f"{key} has shape {np.shape(value)}, but a picture has 1 to {LARGEST_SIDE} pixels a side.")
     if np.issubdtype(picture.dtype, np.floating):
+        if not np.isfinite(picture).all():
+            raise UserError(f"{key} holds a number that is not finite.")
         picture = np.clip(picture * 255, 0, 255).astype(np.uint8)
     if picture.dtype != np.uint8:
         raise UserError(f"{key} is of dtype {picture.dtype}, but a picture is uint8, or float in 0 .. 1.")

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import checkpoint
-from sharder.config import UserError
+from sharder.config import Pi0Config, UserError, model_from_dict
 from sharder.models.build import flatten, unflatten
-from sharder.models.openpi_weights import LLM, without_value
+from sharder.models.openpi_weights import LLM, detect, without_value
 from sharder.train.fingerprint import differing
 
 Target = Mapping[str, jax.ShapeDtypeStruct]
@@ -168,6 +168,15 @@ def saved_model(file: WeightFile) -> dict | None:
         return manifest["model"]
     config = file.path.parents[2] / "config.json"
     return json.loads(config.read_text())["config"]["model"] if config.is_file() else None
+
+
+def model_of(file: WeightFile) -> Pi0Config:
+    """The model whose weights these are. Raises UserError where it is not pi0 or pi0.5."""
+    saved = saved_model(file)
+    model = detect(file.shapes) if saved is None else model_from_dict(saved)
+    if not isinstance(model, Pi0Config):
+        raise UserError(f"{file.path} holds weights of a {type(model).__name__}, not of pi0 or pi0.5.")
+    return model
 
 
 def open_average(path: str | Path) -> OrbaxTree:

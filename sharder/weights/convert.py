@@ -13,15 +13,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import __version__, checkpoint
-from sharder.config import ParallelConfig, Pi0Config, UserError, model_from_dict, model_to_dict
+from sharder.config import ParallelConfig, Pi0Config, UserError, model_to_dict
 from sharder.models.build import Declared, declare, unflatten
 from sharder.models.lora import without_lora
-from sharder.models.openpi_weights import by_source, detect, to_openpi
+from sharder.models.openpi_weights import by_source, to_openpi
 from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.fingerprint import combine, digests, hex_digest
 from sharder.train.initial_weights import describe_load, fit, load
-from sharder.train.weight_files import WeightFile, open_average, open_weights, saved_model
+from sharder.train.weight_files import WeightFile, model_of, open_average, open_weights
 
 
 def divided_plan(declared: Declared) -> tuple[Plan, jax.sharding.Mesh]:
@@ -31,15 +31,6 @@ def divided_plan(declared: Declared) -> tuple[Plan, jax.sharding.Mesh]:
     plan = make_plan(declared.params, declared.rules, parallel, shape)
     whole = tuple({x.path for x in plan.indivisible()})
     return make_plan(declared.params, declared.rules, dataclasses.replace(parallel, replicate=whole), shape), make_mesh(shape)
-
-
-def model_of(file: WeightFile) -> Pi0Config:
-    """The model whose weights these are. Raises UserError where it is not pi0 or pi0.5."""
-    saved = saved_model(file)
-    model = detect(file.shapes) if saved is None else model_from_dict(saved)
-    if not isinstance(model, Pi0Config):
-        raise UserError(f"{file.path} holds weights of a {type(model).__name__}; only those of pi0 and pi0.5 are converted.")
-    return model
 
 
 def load_all(file: WeightFile, model: Pi0Config) -> tuple[dict[str, jax.Array], Declared]:

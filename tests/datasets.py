@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def make(
     cameras = {"observation.images.top": (24, 40), "observation.images.wrist": (32, 24)} if cameras is None else cameras
     rng, features = (
         np.random.default_rng(seed),
-        {"observation.state": "abcdefgh"[:state_dim], "action": "abcdefgh"[:action_dim]},
+        {"observation.state": ascii_lowercase[:state_dim], "action": ascii_lowercase[:action_dim]},
     )
     features = {name: list(letters) for name, letters in features.items()}
     writer = DatasetWriter(root, fps, features, cameras, "arm", encoding, frames_per_file, files_per_chunk)

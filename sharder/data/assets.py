@@ -1,6 +1,7 @@
 """What a robot policy needs beside its weights: norm_stats.json, as openpi has it, and robot.json, how to ask it."""
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +39,10 @@ class Usage:
     """Numbers of a state; None: not known."""
     num_actions: int | None = None
     """Numbers of an action; None: as many as the statistics have."""
+    model_cameras: tuple[str, ...] | None = None
+    """In the order in which the model sees them; like the next two, no shape of its weights tells."""
+    action_horizon: int | None = None
+    max_prompt_len: int | None = None
 
     def __post_init__(self):
         check_fields(self, ROBOT)
@@ -74,7 +79,8 @@ def usage_of(dataset: RobotDataset) -> Usage:
         policy=robot.name, cameras=tuple(f"{place}={name}" for place, name in robot.request.cameras.items()), state=robot.request.state,
         relative=compress_mask(robot.relative), adapt_to_pi=robot.encode_state is not same, normalization=scaling.how, clip=scaling.clip,
         least_range=scaling.least_range, prompt=dataset.prompt if dataset.prompt is not None else tasks.pop() if len(tasks) == 1 else None,
-        state_dim=dataset.state_dim, num_actions=dataset.num_actions,
+        state_dim=dataset.state_dim, num_actions=dataset.num_actions, model_cameras=dataset.shapes.cameras,
+        action_horizon=dataset.shapes.action_horizon, max_prompt_len=dataset.encode_prompts.length,
     )  # fmt: skip
 
 
@@ -104,9 +110,27 @@ def read_usage(folder: Path) -> Usage | None:
         raise UserError(f"{path} cannot be read: {error}.") from None
 
 
+def assets_beside(path: Path) -> Path | None:
+    """The folder `assets` of a run, of weights, or of a checkpoint's run; None where there is none."""
+    path = path.resolve()
+    places = [path, *([path.parents[1]] if path.parent.name == "checkpoints" else []), *([path.parent] if path.name == "params" else [])]
+    return next((place / "assets" for place in places if (place / "assets").is_dir()), None)
+
+
 def find_assets(root: Path) -> Path | None:
     """The one folder at or below `root` that holds assets; None where there is none. Raises UserError where there are several."""
     found = sorted({path.parent for name in (ROBOT, STATS) for path in root.rglob(name)})
     if len(found) > 1:
         raise UserError(f"{root} holds the statistics of several robots: choose one of {', '.join(map(str, found))} with --assets.")
     return found[0] if found else None
+
+
+def carry_assets(path: Path, out: Path, asset_id: str | None = None) -> None:
+    """Copies what lies with the weights at `path` to `out`/assets, or to `out`/assets/`asset_id`. Raises UserError as `find_assets`."""
+    root = assets_beside(path)
+    if root is None:
+        return
+    if asset_id is None:
+        shutil.copytree(root, out / "assets")
+    elif (found := find_assets(root)) is not None:
+        shutil.copytree(found, out / "assets" / asset_id)

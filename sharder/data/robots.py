@@ -235,8 +235,9 @@ def read_observation(
         )
     parts = []
     for key in robot.request.state:
+        value = lookup(observation, key)
         try:
-            part = np.atleast_1d(np.asarray(lookup(observation, key), np.float32))
+            part = np.atleast_1d(np.asarray(value, np.float32))
         except (TypeError, ValueError):
             raise UserError(f"{key} is no array of numbers.") from None
         if part.ndim != 1 or not np.isfinite(part).all():

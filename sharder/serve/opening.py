@@ -10,7 +10,7 @@ from flax import nnx
 
 from sharder import checkpoint
 from sharder.config import ParallelConfig, Pi0Config, UserError
-from sharder.data.assets import STATS, Usage, find_assets, read_usage, usual_names
+from sharder.data.assets import STATS, Usage, assets_beside, find_assets, read_usage, usual_names
 from sharder.data.normalize import read_norm_stats
 from sharder.data.prompts import PromptEncoder, open_prompt_tokenizer
 from sharder.data.robot_dataset import Scaling
@@ -57,14 +57,19 @@ def find(path: Path, step: int | None, assets: Path | None = None) -> Found:
         raise UserError(f"{run} is a run of {type(config.model).__name__}; only pi0 and pi0.5 are served.")
     if assets is not None and not assets.is_dir():
         raise UserError(f"--assets {assets} is no folder.")
-    found_assets = find_assets(assets or (run / "assets" if (run / "assets").is_dir() else weights / "assets"))
+    assets = assets or assets_beside(path)
+    assets = None if assets is None else find_assets(assets)
     if config is not None:
         synthetic = not (config.data.path or config.data.mixture)
-        return Found(weights, config.model, found_assets, with_kept_tokenizer(run, config).data.tokenizer, synthetic, name)
+        return Found(weights, config.model, assets, with_kept_tokenizer(run, config).data.tokenizer, synthetic, name)
     file = open_weights(weights)
     model = model_of(file)
-    model = replace(model, max_prompt_len=PROMPT_LENGTHS[model.variant]) if file.kind == "openpi" else model
-    return Found(weights, model, found_assets, None, False, name)
+    known = {"max_prompt_len": PROMPT_LENGTHS[model.variant]}
+    recorded = None if assets is None else read_usage(assets)
+    if recorded is not None:
+        known = {"cameras": recorded.model_cameras, "action_horizon": recorded.action_horizon, "max_prompt_len": recorded.max_prompt_len}
+    model = replace(model, **{field: value for field, value in known.items() if value is not None})
+    return Found(weights, model, assets, None, False, name)
 
 
 def with_options(model: Pi0Config, options: ModelOptions) -> Pi0Config:

@@ -105,7 +105,9 @@ def _orbax_tree(kind: str, folder: Path) -> OrbaxTree:
             found = checkpointer.metadata(folder.resolve())
     except Exception as error:
         raise UserError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
-    tree = found.item_metadata.tree if hasattr(found, "item_metadata") else found
+    tree = getattr(found.item_metadata, "tree", None) if hasattr(found, "item_metadata") else found
+    if tree is None:
+        raise UserError(f"{folder} cannot be read: what it holds is not described in it, or that is damaged.")
     leaves = flatten(dict(tree))
     plain = without_value(leaves)
     names = {p.removeprefix("params/") if kind == "openpi" else p: original for original, p in plain.items()}

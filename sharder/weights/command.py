@@ -64,7 +64,7 @@ def export(arguments: list[str]) -> int:
 
     def command(
         path: tyro.conf.Positional[Path], out: Path, merge_lora: bool = True, value: bool = True, average: bool = False,
-        cpu_devices: int | None = None,
+        asset_id: str | None = None, cpu_devices: int | None = None,
     ) -> tuple:
         """
         Args:
@@ -72,18 +72,19 @@ def export(arguments: list[str]) -> int:
             out: New folder.
             merge_lora: Add low-rank additions to the weights, so that the tree is that of the plain model.
             value: End every path with `value`, as openpi's trainer does.
+            asset_id: Folder below OUT/assets for norm_stats.json, as openpi's config calls it; unset: as it lies.
             average: Write the moving average of the parameters, as openpi's trainer does where it keeps one.
             cpu_devices: Simulate this many devices, over which the weights are divided.
         """
-        return path, out, merge_lora, value, average, cpu_devices
+        return path, out, merge_lora, value, average, asset_id, cpu_devices
 
-    path, out, merge, value, average, devices = tyro.cli(command, args=arguments, prog="sharder weights export", description=export.__doc__)
+    path, out, merge, value, average, asset_id, devices = tyro.cli(command, args=arguments, prog="sharder weights export", description=export.__doc__)
     from sharder import cluster
 
     cluster.initialize(ClusterConfig(cpu_devices=devices))
     from sharder.weights.convert import export_weights
 
-    print(export_weights(path, out, merge_lora=merge, value=value, average=average))
+    print(export_weights(path, out, merge_lora=merge, value=value, average=average, asset_id=asset_id))
     return 0
 
 

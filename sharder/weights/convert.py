@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import __version__, checkpoint
 from sharder.config import ParallelConfig, Pi0Config, UserError, model_to_dict
+from sharder.data.assets import carry_assets
 from sharder.models.build import Declared, declare, unflatten
 from sharder.models.lora import without_lora
 from sharder.models.openpi_weights import by_source, to_openpi
@@ -75,6 +76,7 @@ def import_weights(path: Path, out: Path, param_dtype: str | None = None) -> str
     leaves, declared = load_all(file, model)
     fingerprint, each = fingerprint_of(leaves)
     write_tree(out / "params", unflatten(leaves))
+    carry_assets(path, out)
     described = {f"params/{p}": {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": each[f"params/{p}"]} for p, x in leaves.items()}
     manifest = {"fingerprint": fingerprint, "model": model_to_dict(model), "versions": {"sharder": __version__, "jax": jax.__version__}}
     checkpoint.write_manifest(out, {**manifest, "leaves": described})
@@ -89,11 +91,11 @@ def with_average(path: Path, leaves: dict[str, jax.Array]) -> dict[str, jax.Arra
     return leaves | average.read(target)
 
 
-def export_weights(path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False) -> str:
+def export_weights(path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False, asset_id: str | None = None) -> str:
     """Writes openpi's tree from a run, a checkpoint or a folder of ours; returns what to print.
 
     `value`: paths end with `value`, as openpi's trainer writes them. `average`: the moving average, as openpi's `params` of a
-    run that keeps one. Each array is divided as its parts are.
+    run that keeps one. `asset_id`: folder below `assets` for the statistics. Each array is divided as its parts are.
     """
     file = open_weights(path)
     model = model_of(file)
@@ -114,5 +116,6 @@ def export_weights(path: Path, out: Path, *, merge_lora: bool = True, value: boo
     theirs = jax.jit(lambda x: to_openpi(model, x, jax.numpy), out_shardings=places)(leaves)
     out = new_folder(out)
     write_tree(out / "params", {"params": unflatten({p + ("/value" if value else ""): x for p, x in theirs.items()})})
+    carry_assets(path, out, asset_id)
     done = "; low-rank additions merged into the weights" if merged else ""
     return f"{len(theirs)} arrays of openpi's tree written to {out}{done}\nfingerprint {fingerprint}"

@@ -34,7 +34,8 @@ def run(arguments: list[str]) -> int:
         parallel: ParallelConfig = ParallelConfig(policy="dp"),
         cluster: ClusterConfig = ClusterConfig(),
     ) -> tuple:
-        """
+        """What is served, and how.
+
         Args:
             run: A run, one of its checkpoints, imported weights, or a checkpoint of openpi.
             step: Checkpoint of a run; unset: the latest.

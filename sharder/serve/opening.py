@@ -150,6 +150,9 @@ def open_policy(
     with_states = model.variant == "pi05" and in_prompt is not False
     prompts = PromptEncoder(open_prompt_tokenizer(tokenizer or found.tokenizer, model.vocab_size), with_states, model.max_prompt_len, model.vocab_size)
     usage = use(found, model, robot)
+    needed = max(usage.robot().num_actions or 0, usage.state_dim or 0)
+    if needed > model.action_dim:
+        raise UserError(f"--robot.policy {usage.policy} has {needed} numbers, but the model's states and actions have {model.action_dim}.")
     scaling = scale(found, usage)
     params, layout = load_params(found, model, parallel, sampling.average)
     return Policy(model, usage, usage.robot(), scaling, prompts, make_sample(model, params, layout, sampling.num_steps), sampling.seed)

@@ -61,6 +61,13 @@ class Policy:
             "action_horizon": self.model.action_horizon, "normalization": self.scaling.how, "relative": list(self.usage.relative),
         }  # fmt: skip
 
+    def blank(self) -> dict:
+        """An observation of zeros that this policy takes."""
+        keys, model = self.robot.request, self.model
+        size = self.usage.state_dim or max(1, len(self.robot.relative), self.robot.num_actions or 0)
+        states = {key: np.zeros(0 if number else size, np.float32) for number, key in enumerate(keys.state)}
+        return {key: np.zeros((*model.image_size, 3), np.uint8) for key in keys.cameras.values()} | states | {"prompt": ""}
+
     def read(self, observation: dict) -> Example:
         """Raises UserError naming the field that is missing or wrong."""
         found = read_observation(self.robot, observation, self.model.cameras, self.model.image_size)

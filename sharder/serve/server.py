@@ -54,14 +54,7 @@ class PolicyServer:
 
     def warm_up(self) -> None:
         """Compiles every size of a batch."""
-        model = self.policy.model
-        keys, robot = self.policy.usage, self.policy.robot
-        observation = {key: np.zeros((*model.image_size, 3), np.uint8) for key in robot.request.cameras.values()}
-        sizes = [max(1, len(robot.relative), keys.state_dim or 0)] + [0] * (len(robot.request.state) - 1)
-        observation |= {key: np.zeros(size, np.float32) for key, size in zip(robot.request.state, sizes)}
-        if robot.name == "aloha":
-            observation[robot.request.state[0]] = np.zeros(14, np.float32)
-        example = self.policy.read(observation | {"prompt": ""})
+        example = self.policy.read(self.policy.blank())
         for size in self._sizes:
             self.policy.act([example], size)
 
@@ -91,8 +84,8 @@ class PolicyServer:
     def _let_in(self, connection: ServerConnection, request):
         if request.path == "/healthz":
             return connection.respond(HTTPStatus.OK, "OK\n")
-        given = request.headers.get_all("Authorization")
-        if self.api_key is not None and not (len(given) == 1 and hmac.compare_digest(given[0].encode(), f"Api-Key {self.api_key}".encode())):
+        given = "\n".join(request.headers.get_all("Authorization")).encode(errors="surrogateescape")
+        if self.api_key is not None and not hmac.compare_digest(given, f"Api-Key {self.api_key}".encode()):
             return connection.respond(HTTPStatus.UNAUTHORIZED, "the header Authorization: Api-Key KEY is missing or wrong.\n")
         return None
 

@@ -131,6 +131,13 @@ def test_keys_of_the_configuration_take_precedence(made):
     given = RobotConfig(cameras=("base_0_rgb=observation.images.wrist",), relative=(1, -1))
     robot = make_robot(given, source, ("base_0_rgb", "left_wrist_0_rgb"))
     assert robot.dataset.cameras == {"base_0_rgb": "observation.images.wrist"} and robot.relative == (True, False)
+    assert robot.request == robot.dataset
+
+
+def test_a_request_has_the_places_that_were_not_masked_in_training(made):
+    given = RobotConfig(policy="aloha", cameras=("base_0_rgb=observation.images.wrist",), action="action")
+    robot = make_robot(given, open_source(str(made)), ("base_0_rgb", "left_wrist_0_rgb"))
+    assert robot.request.cameras == {"base_0_rgb": "images/cam_high"} and robot.request.state == ("state",)
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,10 @@ def test_statistics_without_quantiles_are_said(opened, openpi):
     "options, message",
     [
         ({"robot": RobotOptions(cameras=("x=y",))}, "--robot.cameras names 'x', but the model's cameras are base_0_rgb"),
+        ({"robot": RobotOptions(policy="aloha")}, "--robot.policy aloha has 14 numbers, but the model's states and actions have 8"),
         ({"model": ModelOptions(state_in_prompt=True)}, "--model.state-in-prompt is of pi0.5"),
     ],
-    ids=["camera", "prompt"],
+    ids=["camera", "robot", "prompt"],
 )
 def test_options_that_do_not_fit_are_named(opened, robot_run, options, message):
     with pytest.raises(UserError, match=message):

@@ -27,7 +27,8 @@ def sampled_directly(config, run_dir, step, batch, noise) -> np.ndarray:
 
     saved = restore_numpy(run_dir, step)
     params = unflatten({path.removeprefix("params/"): x for path, x in saved.items() if path.startswith("params/")})
-    return np.asarray(nnx.merge(declare(config.model).graphdef, jax.device_put(params)).sample(batch, noise))
+    graphdef = declare(config.model).graphdef
+    return np.asarray(jax.jit(lambda *arguments: nnx.merge(graphdef, arguments[0]).sample(*arguments[1:]))(params, batch, noise))
 
 
 def test_actions_are_those_of_the_sampler_on_the_example_of_the_training_pipeline(tmp_path, robot_config, robot_run, policy):
@@ -94,7 +95,11 @@ def test_an_example_in_a_batch_is_the_example_alone(policy, observation):
     assert np.abs(together[0] - together[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(policy="dp", tensor=2), ParallelConfig(policy="fsdp", fsdp=2, replicate=("action_out/bias",))])
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(policy="dp", tensor=2), pytest.param(ParallelConfig(policy="fsdp", fsdp=2, replicate=("action_out/bias",)), marks=pytest.mark.slow)],
+    ids=["tensor", "fsdp"],
+)
 def test_several_devices_give_the_same_actions(opened, robot_run, policy, observation, parallel):
     divided = opened(robot_run, parallel=parallel)
     example = policy.read(observation)

@@ -57,6 +57,13 @@ def test_what_cannot_be_served_is_one_message(tmp_path, monkeypatch, robot_run, 
     assert "\n" not in str(error.value)
 
 
+def test_help_explains_every_argument(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ended.value.code == 0 and "or a checkpoint of openpi" in said and "Address to listen at" in said and "unset: the latest" in said
+
+
 def test_it_compiles_listens_answers_and_ends_with_0_at_a_signal(tmp_path, robot_run, policy, observation):
     (tmp_path / "key").write_text("secret\n")
     (tmp_path / "metadata.json").write_text(json.dumps({"reset_pose": [0.5]}))

@@ -49,7 +49,7 @@ def test_actions_are_those_of_the_sampler_on_the_example_of_the_training_pipelin
 
 @pytest.mark.parametrize(
     "robot, normalization, state_dim, action_dim",
-    [(RobotConfig(relative=(1, -1)), "z_score", 3, 2), (RobotConfig(relative=(2,), least_range=0.5), "quantile", 3, 2), (RobotConfig(), "none", 2, 3)],
+    [(RobotConfig(relative=(1, -1)), "z_score", 3, 2), (RobotConfig(relative=(2,), least_range=10.0), "quantile", 3, 2), (RobotConfig(), "none", 2, 3)],
 )
 def test_what_training_does_to_actions_is_undone(tmp_path, robot_config, policy, robot, normalization, state_dim, action_dim):
     check_round_trip(tmp_path, robot_config, policy, robot, normalization, state_dim, action_dim)

@@ -39,7 +39,7 @@ def unpack(message: bytes | str) -> dict:
     try:
         tree = msgpack.unpackb(message, **limits)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"the request is no msgpack: {str(error) or type(error).__name__}.") from None
+        raise UserError(f"the request is no msgpack: {str(error).rstrip('.') or 'it is malformed, or too deep'}.") from None
     if not isinstance(tree, dict) or b"__ndarray__" in tree:
         raise UserError(f"the request is a {type(tree).__name__}, but must be a map of fields.")
     return _with_arrays(tree, "", 0)

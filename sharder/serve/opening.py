@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -37,8 +38,8 @@ class Found:
     model: Pi0Config
     assets: Path | None
     tokenizer: str | None
-    is_synthetic: bool
-    """Trained on made-up examples, which are not normalised."""
+    examples: Literal["recorded", "made up", "unknown"]
+    """What it was trained on; made-up examples are not normalised."""
     name: str
 
 
@@ -60,8 +61,8 @@ def find(path: Path, step: int | None, assets: Path | None = None) -> Found:
     assets = assets or assets_beside(path)
     assets = None if assets is None else find_assets(assets)
     if config is not None:
-        synthetic = not (config.data.path or config.data.mixture)
-        return Found(weights, config.model, assets, with_kept_tokenizer(run, config).data.tokenizer, synthetic, name)
+        examples = "recorded" if config.data.path or config.data.mixture else "made up"
+        return Found(weights, config.model, assets, with_kept_tokenizer(run, config).data.tokenizer, examples, name)
     file = open_weights(weights)
     model = model_of(file)
     known = {"max_prompt_len": PROMPT_LENGTHS[model.variant]}
@@ -69,7 +70,7 @@ def find(path: Path, step: int | None, assets: Path | None = None) -> Found:
     if recorded is not None:
         known = {"cameras": recorded.model_cameras, "action_horizon": recorded.action_horizon, "max_prompt_len": recorded.max_prompt_len}
     model = replace(model, **{field: value for field, value in known.items() if value is not None})
-    return Found(weights, model, assets, None, False, name)
+    return Found(weights, model, assets, None, "unknown", name)
 
 
 def with_options(model: Pi0Config, options: ModelOptions) -> Pi0Config:
@@ -81,13 +82,18 @@ def with_options(model: Pi0Config, options: ModelOptions) -> Pi0Config:
 def use(found: Found, model: Pi0Config, options: RobotOptions) -> Usage:
     """How the policy is asked, with what was given in place of what is recorded. Raises UserError where that does not fit."""
     recorded = None if found.assets is None else read_usage(found.assets)
+    if recorded is None and options.policy is None and found.examples == "recorded":
+        raise UserError(
+            f"{found.name} has no assets/robot.json, which says how it is asked: resume the run, which writes it, or give --robot.policy and"
+            " what else differs from it."
+        )
     auto = {"pi0": "z_score", "pi05": "quantile"}[model.variant]
-    usage = recorded or Usage(normalization="none" if found.is_synthetic else auto)
+    usage = recorded or Usage(normalization="none" if found.examples == "made up" else auto)
     given = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) is not None}
     if given.get("normalization") == "auto":
         given["normalization"] = auto
     if recorded is None or options.policy not in (None, usage.policy):
-        usage = replace(usage, **usual_names(options.policy or usage.policy, model.cameras))
+        usage = replace(usage, adapt_to_pi=True, **usual_names(options.policy or usage.policy, model.cameras))
     usage = replace(usage, **given)
     for place in (entry.split("=", 1)[0] for entry in usage.cameras):
         if place not in model.cameras:

@@ -52,19 +52,26 @@ class Policy:
         known = self.usage.num_actions or self.robot.num_actions or (None if stats is None else len(stats.mean))
         return min(known or self.model.action_dim, self.model.action_dim)
 
+    @property
+    def state_dim(self) -> int | None:
+        """Numbers of a state; None where nothing tells: statistics of as many dimensions as the model has may be filled up."""
+        stats = self.scaling.stats.get("state")
+        of_stats = None if stats is None or len(stats.mean) >= self.model.action_dim else len(stats.mean)
+        return self.usage.state_dim or of_stats
+
     def describe(self) -> dict:
         """What a client has to know, as plain values."""
         keys = self.robot.request
         return {
             "model": self.model.variant, "robot": self.robot.name, "cameras": [keys.cameras[c] for c in self.model.cameras if c in keys.cameras],
-            "state": list(keys.state), "state_dim": self.usage.state_dim, "prompt": self.usage.prompt, "num_actions": self.num_actions,
+            "state": list(keys.state), "state_dim": self.state_dim, "prompt": self.usage.prompt, "num_actions": self.num_actions,
             "action_horizon": self.model.action_horizon, "normalization": self.scaling.how, "relative": list(self.usage.relative),
         }  # fmt: skip
 
     def blank(self) -> dict:
         """An observation of zeros that this policy takes."""
         keys, model = self.robot.request, self.model
-        size = self.usage.state_dim or max(1, len(self.robot.relative), self.robot.num_actions or 0)
+        size = self.state_dim or max(1, len(self.robot.relative), self.robot.num_actions or 0)
         states = {key: np.zeros(0 if number else size, np.float32) for number, key in enumerate(keys.state)}
         return {key: np.zeros((*model.image_size, 3), np.uint8) for key in keys.cameras.values()} | states | {"prompt": ""}
 
@@ -79,7 +86,7 @@ class Policy:
         return Example(batch, state, self._noise(batch))
 
     def _check_state(self, state: np.ndarray) -> None:
-        keys, wanted, largest = " + ".join(self.robot.request.state), self.usage.state_dim, self.model.action_dim
+        keys, wanted, largest = " + ".join(self.robot.request.state), self.state_dim, self.model.action_dim
         if wanted is not None and len(state) != wanted:
             raise UserError(f"{keys} has {len(state)} numbers, but this policy takes {wanted}.")
         if not len(self.robot.relative) <= len(state) <= largest:

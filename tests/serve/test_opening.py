@@ -12,7 +12,7 @@ from written_run import write_run
 from sharder.config import UserError
 from sharder.data.assets import read_usage
 from sharder.data.normalize import NormStats, write_norm_stats
-from sharder.serve.opening import find
+from sharder.serve.opening import find, use
 from sharder.serve.options import ModelOptions, RobotOptions
 from sharder.weights.convert import export_weights, import_weights
 
@@ -121,6 +121,23 @@ def test_a_damaged_robot_json_is_named(tmp_path, robot_run):
     (run_dir / "assets" / "robot.json").write_text(json.dumps({"policy": "generic", "wheels": 4}))
     with pytest.raises(UserError, match="robot.json cannot be read: it has 'wheels'"):
         read_usage(find(run_dir, None).assets)
+
+
+def test_a_run_that_does_not_say_how_it_is_asked_is_not_guessed_at(tmp_path, opened, robot_run):
+    run_dir = Path(shutil.copytree(robot_run, tmp_path / "run"))
+    (run_dir / "assets" / "robot.json").unlink()
+    with pytest.raises(UserError, match="has no assets/robot.json, which says how it is asked: resume the run"):
+        opened(run_dir)
+    given = RobotOptions(policy="generic", cameras=("base_0_rgb=top",), state=("joints",), relative=(1, -1))
+    found = opened(run_dir, robot=given).describe()
+    assert (found["state_dim"], found["num_actions"], found["normalization"]) == (3, 2, "z_score")
+
+
+def test_another_robot_than_the_recorded_one_has_its_own_names_and_units(robot_run):
+    found = find(robot_run, None)
+    usage = use(found, found.model, RobotOptions(policy="aloha"))
+    assert usage.adapt_to_pi and usage.state == ("state",) and usage.relative == (6, -1, 6, -1)
+    assert usage.cameras == ("base_0_rgb=images/cam_high", "left_wrist_0_rgb=images/cam_left_wrist")
 
 
 def test_a_damaged_checkpoint_is_not_served(tmp_path, opened, robot_run):

@@ -1,5 +1,7 @@
 """A served policy gives what the model's sampler gives on the same example of the training pipeline, in the robot's units."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -47,6 +49,17 @@ def test_actions_are_those_of_the_sampler_on_the_example_of_the_training_pipelin
     np.testing.assert_allclose(np.stack(policy.act(examples, 4)), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_prompt_of_pi05_has_the_state_of_the_request(tmp_path, robot_config, policy):
+    columns, pictures = make(tmp_path / "d")
+    model = replace(robot_config.model, variant="pi05", max_prompt_len=80)
+    dataset, _ = open_datasets(replace(robot_config, model=model))
+    usage = usage_of(dataset)
+    served = Policy(model, usage, usage.robot(), dataset.scaling, dataset.encode_prompts, policy.sample)
+    row = int(np.searchsorted(dataset.frames, 20))
+    expected, found = dataset.read(np.array([row])), served.read(observe(dataset, columns, pictures, 20)).batch
+    assert usage.normalization == "quantile" and all(np.array_equal(found[name], expected[name][0]) for name in found)
+
+
 @pytest.mark.parametrize(
     "robot, normalization, state_dim, action_dim",
     [(RobotConfig(relative=(1, -1)), "z_score", 3, 2), (RobotConfig(relative=(2,), least_range=10.0), "quantile", 3, 2), (RobotConfig(), "none", 2, 3)],
@@ -60,8 +73,6 @@ def test_what_training_does_to_those_of_aloha_is_undone(tmp_path, robot_config, 
 
 
 def check_round_trip(tmp_path, config, policy, robot, normalization, state_dim, action_dim):
-    from dataclasses import replace
-
     columns, _ = make(tmp_path / "d", state_dim=state_dim, action_dim=action_dim)
     config = replace(
         config, model=replace(config.model, action_dim=16), data=replace(config.data, path=str(tmp_path / "d")),
@@ -82,8 +93,6 @@ def test_noise_is_of_the_observation_and_the_seed(robot_run, policy, observation
     again, other = policy.read(observation), policy.read(observation | {"prompt": "do task 1"})
     noise = policy.read(observation).noise_TA
     assert np.array_equal(noise, again.noise_TA) and not np.array_equal(noise, other.noise_TA)
-    from dataclasses import replace
-
     assert not np.array_equal(noise, replace(policy, seed=1).read(observation).noise_TA)
 
 

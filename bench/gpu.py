@@ -83,6 +83,7 @@ def figures(runner, times: list[float], opened_s: float) -> dict:
     from sharder.instrument.memory import measured_bytes
     from sharder.instrument.peak import matrix_ceiling
 
+    runner.loader.close()  # a thread that still reads would bring the process down at its end
     config, seconds = runner.setup.config, statistics.median(times)
     flops, peak = count_step(config), matrix_ceiling(config.model.compute_dtype)
     tokens = config.train.global_batch_size * tokens_of_example(config.model, config.data.seq_len)

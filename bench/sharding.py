@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    config = resolve((*OPTIONS, "--cluster.compile-cache", "off", *(QUICK if options.quick else ())))
+    config = resolve((*OPTIONS, "--parallel.reduction", "fast", "--cluster.compile-cache", "off", *(QUICK if options.quick else ())))
     facts = gather_facts(config)
     tensors, depths = ([1], (2, 4)) if options.quick else ([1, 2, 4], (2, 8, 32))
     rounds = 2 if options.quick else options.rounds

@@ -16,6 +16,9 @@ from pathlib import Path
 PREEMPTED = 75
 """Exit code of a run that was stopped and can be resumed (EX_TEMPFAIL)."""
 
+ELSEWHERE = "a signal to another process"
+"""Why a run stops whose process 0 was not asked to."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 120.0
 POLL_S = 0.5

@@ -27,7 +27,7 @@ from sharder.launch.processes import Launch
 from sharder.launch.spares import Spares
 from sharder.launch.watch import Limits, Outcome, Watch
 from sharder.lock import InUse, take_lock
-from sharder.stop import PREEMPTED
+from sharder.stop import ELSEWHERE, PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -253,4 +253,5 @@ def stopped_by_itself(run_dir: Path | None) -> bool:
         return True
     events, _ = read_json_lines(run_dir / "events.jsonl")
     last = next((e for e in reversed(events) if e.get("kind") in ("stopped", "spawn")), {})
-    return last.get("kind") == "stopped" and not str(last.get("reason")).startswith("SIG")
+    reason = str(last.get("reason"))
+    return last.get("kind") == "stopped" and reason != ELSEWHERE and not reason.startswith("SIG")

@@ -34,7 +34,7 @@ from sharder.place import without_place
 from sharder.preflight import with_reduction
 from sharder.process_log import ProcessLog
 from sharder.sharding.show import to_json
-from sharder.stop import PREEMPTED, StopRequest
+from sharder.stop import ELSEWHERE, PREEMPTED, StopRequest
 from sharder.train.attempt import Attempt, Branch, describe_branch
 from sharder.train.console import open_console
 from sharder.train.description import state_leaves
@@ -358,7 +358,8 @@ def close_run(setup: Setup, stepper: Stepper, events: EventLog, step: int, stop:
     """Leaves the group, says how it ended; returns the exit code."""
     failed, interrupted = stepper.nonfinite is not None, stepper.evaluation_interrupted
     stopped = step < setup.config.train.steps or interrupted
-    reason = "nonfinite" if failed else stop.reason or None
+    # Process 0 notes it; what asks for a stop elsewhere is a signal.
+    reason = "nonfinite" if failed else stop.reason or (ELSEWHERE if stopped else None)
     events.write("stopped" if stopped else "end", step, reason=reason, **({"evaluation": "interrupted"} if interrupted else {}))
     events.close()
     cluster.shutdown()

@@ -146,7 +146,8 @@ def memory_of(runner: Runner) -> dict:
     predicted = predict(describe_step(config, len(devices), jax.local_device_count(), devices[0].platform))
     step = runner.stepper.train_step
     compiled = None if isinstance(step, ExactStep) else compiled_bytes(step)
-    return {"predicted": asdict(predicted) | {"total": predicted.total}, "compiled": compiled, "measured": measured_bytes(devices[0])}
+    measured = measured_bytes(jax.local_devices()[0])
+    return {"predicted": asdict(predicted) | {"total": predicted.total}, "compiled": compiled, "measured": measured}
 
 
 def gather_from_processes(collective_s: float) -> list[float]:

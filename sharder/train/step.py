@@ -6,6 +6,7 @@ parameters return to storage.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,8 @@ def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest
         placed = TrainState(state.step, params, state.opt_state, state.ema)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new, halted = only_if_finite(setup, placed, apply_update(setup, placed, grads, norm), finite, halted)
+        # Chosen where they were computed: else both candidates are made whole first.
+        new = replace(new, params=with_sharding_constraint(new.params, update_shardings))
         new = with_sharding_constraint(new, setup.state_shardings)
     with jax.named_scope("fingerprint"):
         leaf_digests = digests(by_path(new))

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small import sharder, small
@@ -26,7 +27,8 @@ def slow_reader() -> RunConfig:
 
 @pytest.mark.slow
 def test_the_process_that_the_others_wait_for_is_named(tmp_path):
-    done = sharder("launch", "--processes", "2", "--devices-per-process", "1", "--", "train", RECIPE, "--run-dir", tmp_path / "run")
+    command = ("launch", "--processes", "2", "--devices-per-process", "1", "--", "train", RECIPE, "--run-dir", tmp_path / "run")
+    done = sharder(*command, PYTHONPATH=str(Path(__file__).parents[1]))
     assert done.returncode == 0, done.stderr
     found = read_ledgers(tmp_path / "run")
     assert (found.slowest, found.stragglers) == (1, [1])

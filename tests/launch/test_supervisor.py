@@ -1,5 +1,6 @@
 """Attempts with small real processes in place of training."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from sharder.config import UserError
 from sharder.heartbeat import Beat
 from sharder.launch.logs import log_folder
 from sharder.launch.processes import Launch, Worker, worker_environment
-from sharder.launch.supervisor import Options, launch
+from sharder.launch.supervisor import Options, launch, stopped_by_itself
 from sharder.launch.watch import Limits, Pace, Watch
 from sharder.lifeline import PARENT
+from sharder.stop import ELSEWHERE
 
 SLEEP = "import time; time.sleep(600)"
 KILL_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -114,6 +116,23 @@ def test_the_limit_of_a_step_follows_the_median_and_spares_the_first():
     assert pace.median_s == 2.0 and limits.of(beat, pace) == 40.0
     assert limits.of(Beat("save", 6, 58.0), pace) == 600.0
     assert Limits(step_s=5.0).of(beat, pace) == 5.0
+
+
+@pytest.mark.parametrize(
+    "events, by_itself",
+    [
+        ([("spawn", None), ("stopped", "runs/a/STOP")], True),
+        ([("spawn", None), ("stopped", "--train.max-minutes 5")], True),
+        ([("spawn", None), ("stopped", "SIGTERM")], False),
+        ([("spawn", None), ("stopped", ELSEWHERE)], False),
+        ([("stopped", "runs/a/STOP"), ("spawn", None)], False),
+    ],
+)
+def test_a_signal_to_a_worker_is_no_stop_of_the_run_itself(tmp_path, events, by_itself):
+    """A worker that a cluster evicts is started again; a run that was asked to stop is not."""
+    lines = [json.dumps({"time_s": 1.0, "kind": kind, "reason": reason}) for kind, reason in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert stopped_by_itself(tmp_path) == by_itself
 
 
 def test_the_environment_of_a_worker_is_whole_and_without_proxies_and_settings_of_another():

@@ -17,6 +17,7 @@ from sharder.config import MODEL_CONFIGS, LlamaConfig, MlpConfig, RunConfig, Tra
 from sharder.finding import Refused, applied, around, as_arguments
 from sharder.models.build import declare
 from sharder.preflight import Surroundings, findings, num_retained, settle_mesh
+from sharder.serve.options import ModelOptions
 from sharder.sharding.axes import AxisRules, ParamDecl
 from sharder.sharding.divisible import Machine
 from sharder.sharding.mesh import MeshShape
@@ -210,9 +211,10 @@ def test_a_disk_without_room_for_two_is_for_the_user_to_mend():
 
 
 def resolves(option: str) -> bool:
+    """As an option of train, or of serve for a model that no run describes."""
     section, name = option.removeprefix("--").replace("-", "_").split(".")
     kinds = {f.name: f.type for f in dataclasses.fields(RunConfig)}
-    classes = MODEL_CONFIGS.values() if section == "model" else [kinds[section]] if section in kinds else []
+    classes = [*MODEL_CONFIGS.values(), ModelOptions] if section == "model" else [kinds[section]] if section in kinds else []
     return any(name in (f.name for f in dataclasses.fields(cls)) for cls in classes)
 
 

@@ -76,7 +76,8 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
     keep_freed_memory()
     if exact:
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
-        os.environ[CPU_THREADS_VARIABLE] = str(CPU_THREADS)
+    # In every mode: a run of mode auto does not know yet what it becomes, and its next attempt does.
+    os.environ[CPU_THREADS_VARIABLE] = str(CPU_THREADS)
     place = find_place(config, config.bringup_timeout_s)
     if place is not None:
         _meet(place, config, facts or {}, stop)

@@ -7,7 +7,7 @@ new machine, or in another container, copy that folder along with the run. On TP
 
 On CPU a matrix product with a long inner dimension is cut into as many pieces as the process has threads, and the pieces are
 added up. XLA takes a thread for every core, and no fewer than one for every device, so that other machines and other numbers of
-devices in a process would have other bits; exact mode fixes their number.
+devices in a process would have other bits; their number is fixed, in every mode.
 """
 
 import re

@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two workers: most of a test is one thread that compiles, or a process that is waited for. A file's tests share its fixtures.
 PYTEST := python -m pytest -n 2 --dist loadfile
+# A test that hangs is a test that fails, with the stacks of its threads; one that hangs inside the runtime ends its worker.
+FAST := -m 'not slow' --timeout 600 -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 2
 
 .PHONY: demo test test-full test-exact test-parity test-latest test-slurm soak bench clean
 
@@ -21,7 +23,7 @@ demo: $(VENV)/.ready
 	$(BIN)/sharder demo
 
 test: $(VENV)/.ready
-	$(BIN)/$(PYTEST) -m 'not slow'
+	$(BIN)/$(PYTEST) $(FAST)
 
 # With the compilers of machines that are not there (1.3 GB): sharder check --topology.
 $(VENV)/.plan: $(VENV)/.ready
@@ -29,7 +31,7 @@ $(VENV)/.plan: $(VENV)/.ready
 	touch $@
 
 test-full: $(VENV)/.plan
-	$(BIN)/$(PYTEST) -m 'not slow'
+	$(BIN)/$(PYTEST) $(FAST)
 	$(BIN)/python -m pytest -n 2 -m slow
 
 # Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
@@ -57,7 +59,7 @@ test-latest:
 	newest=$$(sh scripts/newest_python.sh) && echo "using $$newest" && $$newest -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
 	.venv-latest/bin/python -c 'import sys, jax; print("python", sys.version.split()[0], "jax", jax.__version__)'
-	.venv-latest/bin/$(PYTEST) -m 'not slow'
+	.venv-latest/bin/$(PYTEST) $(FAST)
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/step.py

@@ -17,7 +17,7 @@ from sharder import __version__
 from sharder.channel import Channel
 from sharder.compile_cache import write_in_every_process
 from sharder.config import ClusterConfig, UserError
-from sharder.exactness import CPU_THREADS, CPU_THREADS_VARIABLE, with_gpu_flags
+from sharder.exactness import CPU_THREADS_VARIABLE, cpu_threads, with_gpu_flags
 from sharder.place import Place, find_place
 from sharder.rendezvous import Facts, Stopped, disagreements, meet, parse_address
 from sharder.stop import PREEMPTED, StopRequest
@@ -59,6 +59,13 @@ def device_memory_bytes() -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def may_have_gpu(config: ClusterConfig) -> bool:
+    """Asked before jax looks for devices. Elsewhere a flag for GPUs would only change the keys of kept programs."""
+    if config.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return False
+    return bool(metadata.entry_points(group="jax_plugins"))
+
+
 _CHANNEL: Channel | None = None
 """To the other processes of this one's run."""
 
@@ -74,10 +81,10 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
     if stop is not None:
         stop.grace_s = config.grace_s
     keep_freed_memory()
-    if exact:
+    if exact and may_have_gpu(config):
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     # In every mode: a run of mode auto does not know yet what it becomes, and its next attempt does.
-    os.environ[CPU_THREADS_VARIABLE] = str(CPU_THREADS)
+    os.environ[CPU_THREADS_VARIABLE] = str(cpu_threads(config.cpu_devices))
     place = find_place(config, config.bringup_timeout_s)
     if place is not None:
         _meet(place, config, facts or {}, stop)

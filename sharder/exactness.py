@@ -26,7 +26,10 @@ GPU_FLAGS = {
 """What exact mode adds to XLA_FLAGS on GPU, and why. Options of XLA (xla.proto, DebugOptions)."""
 
 CPU_THREADS = 16
-"""Threads of a process's matrix products on CPU, however many cores it has; as many devices as a process may simulate."""
+"""Threads of a process's matrix products on CPU, however many cores it has."""
+THREADS_PER_CPU_DEVICE = 2
+"""A simulated device can wait in two collectives at once, one in a loop and one outside, each holding a thread: where all are
+held, the program hangs (seen with 8 threads for 8 devices on busy cores)."""
 CPU_THREADS_VARIABLE = "PJRT_NPROC"
 """XLA's CPU client reads the number of its threads there."""
 
@@ -67,6 +70,11 @@ def check_kernels(config: RunConfig, program: str, platform: str, flags: str) ->
         )
 
 
+def cpu_threads(cpu_devices: int | None) -> int:
+    """Threads of a process that simulates so many devices, in every mode."""
+    return max(CPU_THREADS, THREADS_PER_CPU_DEVICE * (cpu_devices or 1))
+
+
 def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Finding]:
     """Why exact mode cannot keep its promise for this configuration, each with the way out; empty in fast mode."""
     if config.parallel.reduction != "exact":
@@ -78,10 +86,11 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Fin
             f" other numbers of devices: leave it out, use jax {TESTED_JAX}x, or --parallel.reduction fast."
         )
         found.append(Finding("exact", message, fast, "--train.ema-decay"))
-    if (config.cluster.cpu_devices or 0) > CPU_THREADS:
+    if cpu_threads(config.cluster.cpu_devices) > CPU_THREADS:
+        most = CPU_THREADS // THREADS_PER_CPU_DEVICE
         message = (
-            f"--cluster.cpu-devices is {config.cluster.cpu_devices} in exact mode, which fixes the threads of a process to {CPU_THREADS}, one"
-            f" for each device at least: simulate up to {CPU_THREADS} in a process (sharder launch starts several), or"
+            f"--cluster.cpu-devices is {config.cluster.cpu_devices} in exact mode, which fixes the threads of a process to {CPU_THREADS},"
+            f" {THREADS_PER_CPU_DEVICE} for each device at least: simulate up to {most} in a process (sharder launch starts several), or"
             " --parallel.reduction fast."
         )
         found.append(Finding("exact", message, fast, "--cluster.cpu-devices"))

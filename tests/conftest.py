@@ -8,6 +8,11 @@ import jax
 import pytest
 from hypothesis import settings
 
+from sharder.exactness import CPU_THREADS, CPU_THREADS_VARIABLE
+
+# As in a run. With a thread for each of eight devices, a program hangs as soon as one device waits in two collectives at once.
+os.environ[CPU_THREADS_VARIABLE] = str(CPU_THREADS)
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -8,7 +8,10 @@ import pytest
 from small import environment, small
 
 from sharder.config import ClusterConfig, UserError
-from sharder.exactness import CPU_THREADS, CPU_THREADS_VARIABLE, GPU_FLAGS, check_kernels, nondeterministic_kernels, refusals, untested, with_gpu_flags
+from sharder.exactness import (
+    CPU_THREADS, CPU_THREADS_VARIABLE, GPU_FLAGS, THREADS_PER_CPU_DEVICE, check_kernels, cpu_threads, nondeterministic_kernels, refusals,
+    untested, with_gpu_flags,
+)
 
 FLAGS = with_gpu_flags("")
 
@@ -37,9 +40,11 @@ def test_more_simulated_devices_than_threads_are_refused():
     def devices(n):
         return dataclasses.replace(exact(), cluster=ClusterConfig(cpu_devices=n))
 
-    assert refusals(devices(CPU_THREADS), 8, "0.10.2") == []
-    [found] = refusals(devices(CPU_THREADS + 1), 8, "0.10.2")
-    assert "--cluster.cpu-devices is 17 in exact mode" in found.message
+    most = CPU_THREADS // THREADS_PER_CPU_DEVICE
+    assert refusals(devices(most), 8, "0.10.2") == []
+    [found] = refusals(devices(most + 1), 8, "0.10.2")
+    assert "--cluster.cpu-devices is 9 in exact mode" in found.message and "up to 8 in a process" in found.message
+    assert cpu_threads(None) == cpu_threads(most) == CPU_THREADS and cpu_threads(16) == 32
 
 
 PRODUCT = """

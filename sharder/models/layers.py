@@ -12,6 +12,7 @@ from flax import nnx
 
 from sharder.ops.layout import Layout
 from sharder.ops.linear import linear
+from sharder.ops.widen import widened
 
 Initializer = Callable[..., jax.Array]
 
@@ -72,7 +73,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: flo
         mean = x.mean(-1, keepdims=True)
         centred = x - mean
         variance = jnp.square(centred).mean(-1, keepdims=True)
-        return (centred * jax.lax.rsqrt(variance + eps) * scale_D + bias_D).astype(x_BTD.dtype)
+        return (centred * jax.lax.rsqrt(variance + eps) * widened(scale_D) + widened(bias_D)).astype(x_BTD.dtype)
 
     return normalise(x_BTD, scale_D, bias_D)
 

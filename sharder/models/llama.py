@@ -17,6 +17,7 @@ from sharder.models.language_model import HEADS, KV_HEADS, Attend, LanguageModel
 from sharder.models.layers import normal, ones, param, stack
 from sharder.ops.layout import Layout
 from sharder.ops.linear import linear
+from sharder.ops.widen import widened
 from sharder.sharding.axes import AxisRules
 
 INIT_STD = 0.02
@@ -28,7 +29,8 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square normalisation over the last dimension in float32, in the dtype of `x` (arXiv:1910.07467)."""
     x = x_BTD.astype(jnp.float32)
     normed = (x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)).astype(x_BTD.dtype)
-    return scale_D * normed
+    # A product in float32 that is rounded once has the bits of one in bfloat16.
+    return (widened(scale_D) * normed.astype(jnp.float32)).astype(x_BTD.dtype)
 
 
 @partial(jax.checkpoint, prevent_cse=False)

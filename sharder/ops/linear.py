@@ -5,6 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sharder.ops.widen import narrowed
+
 
 def linear(x: jax.Array, weight: jax.Array, *, num_contracted: int = 1, dtype: jnp.dtype | None = None) -> jax.Array:
     """x (..., I...) times weight (I..., O...) to (..., O...), over the `num_contracted` dimensions I.
@@ -39,7 +41,7 @@ def _backward(num_contracted, dtype, kept, cotangent):
     # As a product of matrices: the CPU compiler has no other from bfloat16 to float32.
     rows = flat.astype(cotangent.dtype).reshape(flat.shape[0], -1), cotangent.reshape(flat.shape[0], -1)
     gradient = jnp.tensordot(*rows, (0, 0), preferred_element_type=jnp.float32)
-    return back, gradient.reshape(weight.shape).astype(weight.dtype)
+    return back, narrowed(gradient.reshape(weight.shape), weight.dtype)
 
 
 _narrow_product.defvjp(_forward, _backward)
@@ -59,7 +61,7 @@ def _add_backward(bias, cotangent):
     lead = cotangent.ndim - bias.ndim
     repeated = (*range(lead), *(lead + i for i, n in enumerate(bias.shape) if n == 1 != cotangent.shape[lead + i]))
     total = cotangent.sum(repeated, dtype=jnp.float32)
-    return cotangent, total.reshape(bias.shape).astype(bias.dtype)
+    return cotangent, narrowed(total.reshape(bias.shape), bias.dtype)
 
 
 add_bias.defvjp(_add_forward, _add_backward)

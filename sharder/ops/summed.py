@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sharder.ops.layout import Layout
+from sharder.ops.widen import narrowed
 
 
 class Summed(NamedTuple):
@@ -37,7 +38,7 @@ def _forward(weight, axes, layout):
 
 def _backward(axes, layout, _, cotangent):
     total = layout.activation(cotangent.sums, ("replica", *axes)).sum(0)
-    return ((cotangent.value.astype(jnp.float32) + total).astype(cotangent.value.dtype),)
+    return (narrowed(cotangent.value.astype(jnp.float32) + total, cotangent.value.dtype),)
 
 
 summed.defvjp(_forward, _backward)

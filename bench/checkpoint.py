@@ -54,7 +54,9 @@ def costs(config: dict, folder: str, rounds: int) -> dict:
         np.copyto(target, source)
         seconds["memcpy"].append(time.perf_counter() - began)
         record, facts = pieces.stepper.record, pieces.stepper.facts
-        manifest = describe_save(pieces.setup, pieces.dataset, facts.state_paths, record["fingerprint"], pieces.stepper.leaf_digests)
+        manifest = describe_save(
+            pieces.setup, pieces.dataset, facts.state_paths, record["fingerprint"], pieces.stepper.leaf_digests
+        )
         saver.save(pieces.step, by_path(pieces.state), manifest)
         seconds["beside"] += [r["step_time_s"] for r in pieces.take_steps(loader, 1)]
         saver.wait()
@@ -92,10 +94,15 @@ def main() -> None:
     given = parser.parse_args()
     rounds = 2 if given.quick else 5
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as name:
-        config = resolve((*OPTIONS, *(QUICK if given.quick else LARGER), "--cluster.compile-cache", str(Path(name) / "compiled")))
+        config = resolve(
+            (*OPTIONS, *(QUICK if given.quick else LARGER), "--cluster.compile-cache", str(Path(name) / "compiled"))
+        )
         show = partial(print_figure, "checkpoint", facts=gather_facts(config))
         found = run_part(__file__, "costs", config=config, folder=str(Path(name) / "run"), rounds=rounds)
-    size_gb, how = found["bytes"] / 1e9, f"median of {rounds - 1} after one that does not count; {found['bytes']:,} bytes of state"
+    size_gb, how = (
+        found["bytes"] / 1e9,
+        f"median of {rounds - 1} after one that does not count; {found['bytes']:,} bytes of state",
+    )
     show("state_bytes", found["bytes"], "bytes", "parameters and optimizer state, as a checkpoint holds them")
     show("step_s", found["step"], "s", f"a step with nothing beside it; {how}")
     show("memcpy_s", found["memcpy"], "s", f"numpy copies as many bytes: what a stall on the CPU cannot be less than; {how}")
@@ -108,7 +115,12 @@ def main() -> None:
     show("save_s_per_gb", found["save"] / size_gb, "s/GB", f"from the copy to a whole checkpoint; {how}")
     show("restore_s_per_gb", found["restore"] / size_gb, "s/GB", f"read from the page cache, placed and verified; {how}")
     show("verify_s_per_gb", found["verify"] / size_gb, "s/GB", f"fingerprints of all leaves on the device; {how}")
-    show("verify_numpy_s_per_gb", found["numpy"] / size_gb, "s/GB", "`sharder checkpoints --verify`: read and verified in numpy, once")
+    show(
+        "verify_numpy_s_per_gb",
+        found["numpy"] / size_gb,
+        "s/GB",
+        "`sharder checkpoints --verify`: read and verified in numpy, once",
+    )
 
 
 if __name__ == "__main__":

@@ -126,7 +126,9 @@ def main() -> None:
         ratios = [e / f for e, f in zip(found["exact"], found["fast"])]
         low, high = median_interval(ratios)
         figures = {f"step_time_{mode}": (statistics.median(found[mode]), "s") for mode in ("fast", "exact")}
-        figures |= {f"ratio{name}": (v, "exact / fast") for name, v in (("", statistics.median(ratios)), ("_low", low), ("_high", high))}
+        figures |= {
+            f"ratio{name}": (v, "exact / fast") for name, v in (("", statistics.median(ratios)), ("_low", low), ("_high", high))
+        }
         figures["scratch_ratio"] = found["scratch"]["exact"] / found["scratch"]["fast"], "exact / fast"
         if devices > 1:
             exposed = [e - u for e, u in zip(found["exact"], found["unreduced"])]

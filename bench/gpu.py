@@ -28,7 +28,16 @@ BATCHES = (8, 16, 32, 64)
 # Parts, each in a process of its own.
 
 
-def config_of(recipe: str, batch: int, attention: str, remat: str, reduction: str = "fast", workers: int = 1, slots: int = 1, head_dim: int | None = None):
+def config_of(
+    recipe: str,
+    batch: int,
+    attention: str,
+    remat: str,
+    reduction: str = "fast",
+    workers: int = 1,
+    slots: int = 1,
+    head_dim: int | None = None,
+):
     """The recipe with bfloat16 parameters, no moving average, synthetic pictures, and what a point varies."""
     from dataclasses import replace
 
@@ -110,7 +119,9 @@ def gradients(steps: int = 8, **point) -> dict:
 
     runner, opened_s = opened(**point)
     batch, state, setup = next(runner.loader), runner.state, runner.setup
-    only = jax.jit(lambda params, batch, seed, at: accumulate(setup.declared.graphdef, SINGLE, lambda g: g, params, batch, seed, at, 0)[:2])
+    only = jax.jit(
+        lambda params, batch, seed, at: accumulate(setup.declared.graphdef, SINGLE, lambda g: g, params, batch, seed, at, 0)[:2]
+    )
     times = []
     for number in range(steps + 2):
         started = time.perf_counter()
@@ -123,8 +134,8 @@ def attribution(steps: int = 5, **point) -> dict:
     """Shares by part and kind, as sharder profile finds them."""
     import tempfile
 
-    from sharder.train import profiling
     from sharder.instrument.profile_report import to_json
+    from sharder.train import profiling
 
     config = config_of(**point)
     from sharder import cluster
@@ -132,7 +143,21 @@ def attribution(steps: int = 5, **point) -> dict:
     cluster.initialize(config.cluster)
     with tempfile.TemporaryDirectory() as folder:
         found = to_json(profiling.measure(config, point["recipe"], Path(folder), steps, None))
-    kept = ("step_time_s", "coverage", "shares", "kinds", "verdict", "mfu", "mfu_exact", "hfu", "flops", "flops_compiled", "roofline", "memory", "naive")
+    kept = (
+        "step_time_s",
+        "coverage",
+        "shares",
+        "kinds",
+        "verdict",
+        "mfu",
+        "mfu_exact",
+        "hfu",
+        "flops",
+        "flops_compiled",
+        "roofline",
+        "memory",
+        "naive",
+    )
     return {k: found[k] for k in kept}
 
 
@@ -171,7 +196,9 @@ class Session:
 
 def reason(stderr: str) -> str:
     """The line that says why a process failed."""
-    lines = [line for line in stderr.splitlines() if "RESOURCE_EXHAUSTED" in line or "Error" in line] or stderr.splitlines()[-1:]
+    lines = [line for line in stderr.splitlines() if "RESOURCE_EXHAUSTED" in line or "Error" in line] or stderr.splitlines()[
+        -1:
+    ]
     return lines[-1][:300] if lines else "ended without a word"
 
 
@@ -201,9 +228,21 @@ def measure_all(session: Session, recipe: str, batch: int, batches: tuple[int, .
     best = fastest(session.points)
     attention = best["attention"] if best else "auto"
     for larger in batches:
-        if session.run(f"step batch {larger}, {attention}", "step", recipe=recipe, batch=larger, attention=attention, remat="none") is None:
+        if (
+            session.run(
+                f"step batch {larger}, {attention}", "step", recipe=recipe, batch=larger, attention=attention, remat="none"
+            )
+            is None
+        ):
             for remat in ("dots", "block"):
-                session.run(f"step batch {larger}, {attention}, remat {remat}", "step", recipe=recipe, batch=larger, attention=attention, remat=remat)
+                session.run(
+                    f"step batch {larger}, {attention}, remat {remat}",
+                    "step",
+                    recipe=recipe,
+                    batch=larger,
+                    attention=attention,
+                    remat=remat,
+                )
             break
     best = fastest(session.points) or {**first, "attention": attention, "remat": "none"}
     chosen = {k: best[k] for k in ("recipe", "batch", "attention", "remat")}
@@ -221,7 +260,10 @@ def measure_all(session: Session, recipe: str, batch: int, batches: tuple[int, .
 def summarise(points: dict[str, dict]) -> dict:
     """The figures that others will ask for, beside those to beat."""
     best, only = fastest(points), points.get("gradients only", {})
-    exact = {w: (points.get(f"exact V {w}", {}).get("step_time_s"), points.get(f"fast with {w} slots", {}).get("step_time_s")) for w in (1, 4)}
+    exact = {
+        w: (points.get(f"exact V {w}", {}).get("step_time_s"), points.get(f"fast with {w} slots", {}).get("step_time_s"))
+        for w in (1, 4)
+    }
     return {
         "best": best and {k: best.get(k) for k in ("batch", "attention", "remat", "flags", "mfu", "mfu_exact", "hfu", "step_time_s")},
         "mfu_without_optimizer": only.get("mfu"), "to_beat": BASELINE,

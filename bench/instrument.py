@@ -12,7 +12,16 @@ from lines import OPTIONS, QUICK, print_figure, resolve, run_part, serve_part
 
 PLANTED = ("--parallel.reduction", "fast", "--train.global-batch-size", "8")
 # Long sequences make attention's scores large; two examples fit any machine.
-LONG = ("--parallel.reduction", "fast", "--train.global-batch-size", "2", "--data.seq-len", "1024", "--model.max-seq-len", "1024")
+LONG = (
+    "--parallel.reduction",
+    "fast",
+    "--train.global-batch-size",
+    "2",
+    "--data.seq-len",
+    "1024",
+    "--model.max-seq-len",
+    "1024",
+)
 LOOP = 24
 """Products of (tokens, D) with (D, D) that are planted in the feed-forward of every layer."""
 

@@ -107,8 +107,8 @@ class Pieces:
         from sharder.config import from_dict
         from sharder.data.open import open_datasets, open_order
         from sharder.events import EventLog
-        from sharder.train.loop import step_facts
         from sharder.train.attempt import Attempt
+        from sharder.train.loop import step_facts
         from sharder.train.setup import prepare
         from sharder.train.state import create_state
         from sharder.train.stepping import Stepper

@@ -72,7 +72,9 @@ def whole_model(config, rounds: int) -> None:
         print_figure("pi0", f"scratch_{name}", scratch, "bytes", how)
         peak = peak_flops(jax.devices()[0].device_kind, model.compute_dtype)
         if peak is not None:
-            print_figure("pi0", f"mfu_{name}", step_flops(products_of(model, 0), size).model / seconds / peak, "share of peak", how)
+            print_figure(
+                "pi0", f"mfu_{name}", step_flops(products_of(model, 0), size).model / seconds / peak, "share of peak", how
+            )
 
 
 def one_block(tokens: int, dims: tuple[int, int, int], rounds: int) -> None:
@@ -98,7 +100,9 @@ def one_block(tokens: int, dims: tuple[int, int, int], rounds: int) -> None:
         def loss(params, x):
             call = lambda q, k, v, mask: attend(name, q, k, v, mask, scale=dims[2] ** -0.5)  # noqa: E731
             model = nnx.merge(graphdef, params)
-            out, _ = model({"backbone": x}, {}, call, jnp.arange(tokens)[None], mask, name="llm", dtype=dtype, remat="none", layout=SINGLE)
+            out, _ = model(
+                {"backbone": x}, {}, call, jnp.arange(tokens)[None], mask, name="llm", dtype=dtype, remat="none", layout=SINGLE
+            )
             return jnp.square(out["backbone"].astype(jnp.float32)).sum()
 
         seconds, scratch = measure(jax.grad(loss, (0, 1)), (params, x), rounds)
@@ -120,7 +124,9 @@ def main() -> None:
     if options.quick:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=2))
     whole_model(config, 1 if options.quick else options.rounds)
-    one_block(options.block_tokens, (64, 128, 16) if options.quick else (2048, 16384, 256), 1 if options.quick else options.rounds)
+    one_block(
+        options.block_tokens, (64, 128, 16) if options.quick else (2048, 16384, 256), 1 if options.quick else options.rounds
+    )
 
 
 if __name__ == "__main__":

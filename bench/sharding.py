@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    config = resolve((*OPTIONS, "--parallel.reduction", "fast", "--cluster.compile-cache", "off", *(QUICK if options.quick else ())))
+    config = resolve(
+        (*OPTIONS, "--parallel.reduction", "fast", "--cluster.compile-cache", "off", *(QUICK if options.quick else ()))
+    )
     facts = gather_facts(config)
     tensors, depths = ([1], (2, 4)) if options.quick else ([1, 2, 4], (2, 8, 32))
     rounds = 2 if options.quick else options.rounds
@@ -64,7 +66,9 @@ def main() -> None:
         how = f"{where}, memory_analysis of the compiled step, per device"
         print_figure("sharding", f"scratch_bytes_{name}", found["scratch_bytes"][name], "bytes", how, facts)
     for depth in depths:
-        times = [run_part(__file__, "compile", config=config, devices=options.devices, num_layers=depth)["seconds"] for _ in range(3)]
+        times = [
+            run_part(__file__, "compile", config=config, devices=options.devices, num_layers=depth)["seconds"] for _ in range(3)
+        ]
         how = f"{where}, fsdp, trace, lower and compile, best of {len(times)} processes"
         print_figure("sharding", f"compile_s_{depth}_layers", min(times), "s", how, facts)
 

@@ -110,10 +110,10 @@ def _worker_findings(config: RunConfig, num_replicas: int, num_examples: int | N
     batch, workers, micro = config.train.global_batch_size, config.parallel.virtual_workers, config.train.microbatch_size
     if workers % num_replicas and num_replicas & (num_replicas - 1):
         fits = [1 << i for i in range(num_replicas.bit_length())]
-        message = (
-            f"exact mode needs a power of two of replicas, but there are {num_replicas}: use one of {fits}, or --parallel.reduction fast."
-        )
-        return [Finding("virtual_workers", message, {"--parallel.reduction": "fast"}, "--parallel.reduction", factor=num_replicas)]
+        message = f"exact mode needs a power of two of replicas, but there are {num_replicas}: use one of {fits}, or --parallel.reduction fast."
+        return [
+            Finding("virtual_workers", message, {"--parallel.reduction": "fast"}, "--parallel.reduction", factor=num_replicas)
+        ]
     if workers % num_replicas:
         message = (
             f"--parallel.virtual-workers is {workers}, which does not divide over {num_replicas} replicas: a run of {workers} virtual"
@@ -124,7 +124,9 @@ def _worker_findings(config: RunConfig, num_replicas: int, num_examples: int | N
     if batch % workers:
         fits = either(around(batch, workers))
         message = f"--train.global-batch-size is {batch}, which does not divide into {workers} virtual workers: use {fits}."
-        return [Finding("batch", message, _whole_batch(batch, workers, num_examples), "--train.global-batch-size", factor=workers)]
+        return [
+            Finding("batch", message, _whole_batch(batch, workers, num_examples), "--train.global-batch-size", factor=workers)
+        ]
     size = batch // workers
     if micro and size % micro:
         fits = [m for m in range(1, size + 1) if size % m == 0]

@@ -71,7 +71,9 @@ def train(arguments: list[str]) -> int:
         """
         return run_dir, resume, (resume_from, rewind), print_config, config
 
-    run_dir, resume, start, print_config, config = tyro.cli(command, args=rest, prog=f"sharder train {name}", description=train.__doc__)
+    run_dir, resume, start, print_config, config = tyro.cli(
+        command, args=rest, prog=f"sharder train {name}", description=train.__doc__
+    )
     if print_config:
         print(json.dumps(to_dict(config), indent=1))
         return 0
@@ -260,7 +262,9 @@ def generate(arguments: list[str]) -> int:
         """
         return prompt, max_new_tokens, step, sampling, dataclasses.replace(config, parallel=parallel, cluster=cluster)
 
-    prompt, new, step, sampling, config = tyro.cli(command, args=rest, prog="sharder generate RUN", description=generate.__doc__)
+    prompt, new, step, sampling, config = tyro.cli(
+        command, args=rest, prog="sharder generate RUN", description=generate.__doc__
+    )
     from sharder.serve.generate import generate_text
 
     print(generate_text(config, run, step, prompt, new, sampling))
@@ -310,17 +314,25 @@ COMMANDS = {
     "train": train,
     "check": check,
     "launch": launch,
-    "chaos": elsewhere("sharder.launch.chaos", "Train while processes, disk and memory fail, and compare with the run that nothing befell."),
+    "chaos": elsewhere(
+        "sharder.launch.chaos", "Train while processes, disk and memory fail, and compare with the run that nothing befell."
+    ),
     "verify": verify,
     "checkpoints": checkpoints,
     "eval": evaluate,
     "generate": generate,
     "serve": elsewhere("sharder.serve.command", "Answer robots over a websocket with a trained policy (openpi's protocol)."),
     "data": data,
-    "weights": elsewhere("sharder.weights.command", "Import, export or check weights of other libraries and trainers; --help lists how."),
-    "profile": elsewhere("sharder.train.profile_command", "Measure where the time of a step goes, by part and by kind of work."),
+    "weights": elsewhere(
+        "sharder.weights.command", "Import, export or check weights of other libraries and trainers; --help lists how."
+    ),
+    "profile": elsewhere(
+        "sharder.train.profile_command", "Measure where the time of a step goes, by part and by kind of work."
+    ),
     "scale": elsewhere("sharder.study.scaling", "Measure a step on more and more devices, strong or weak."),
-    "study": elsewhere("sharder.study.command", "Measure attention over the length of the sequence, or flags of XLA on the same work."),
+    "study": elsewhere(
+        "sharder.study.command", "Measure attention over the length of the sequence, or flags of XLA on the same work."
+    ),
     "report": elsewhere("sharder.report.command", "Draw what runs recorded as one HTML file."),
     "watch": elsewhere("sharder.report.watch", "Follow a run in the terminal while it goes on."),
     "demo": demo,

@@ -116,7 +116,12 @@ def package_versions() -> Facts:
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     versions = {f"the version of {name}": metadata.version(name) for name in names}
     settings = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")}
-    return {"the version of sharder": __version__, "the version of Python": ".".join(platform.python_version_tuple()[:2]), **versions, **settings}
+    return {
+        "the version of sharder": __version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        **versions,
+        **settings,
+    }
 
 
 def _meet(place: Place, config: ClusterConfig, facts: Facts, stop: StopRequest | None) -> None:
@@ -183,7 +188,10 @@ def self_test(index: int, count: int, timeout_s: float) -> None:
     thread.start()
     thread.join(timeout_s)
     if not results:
-        begun, ended = ({int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(f"sharder/self-test/{x}/")} for x in ("begun", "ended"))
+        begun, ended = (
+            {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(f"sharder/self-test/{x}/")}
+            for x in ("begun", "ended")
+        )
         silent = sorted(set(range(count)) - begun) or sorted(set(range(count)) - ended)
         raise UserError(
             f"the first collective took more than {timeout_s:g} s (--cluster.bringup-timeout-s) in process {index}: no answer from"
@@ -191,10 +199,14 @@ def self_test(index: int, count: int, timeout_s: float) -> None:
         )
     client.key_value_set(f"sharder/self-test/ended/{index}", "")
     if isinstance(results[0], Exception):
-        raise UserError(f"the first collective failed in process {index} of {count}: {str(results[0]).splitlines()[0]}") from results[0]
+        raise UserError(
+            f"the first collective failed in process {index} of {count}: {str(results[0]).splitlines()[0]}"
+        ) from results[0]
     found, expected = results[0]
     if found != expected:
-        raise UserError(f"the first collective gave {found} in process {index} of {count}, but {expected} is right: the network or a device errs.")
+        raise UserError(
+            f"the first collective gave {found} in process {index} of {count}, but {expected} is right: the network or a device errs."
+        )
 
 
 def _keep_stdout_clean() -> None:
@@ -241,7 +253,9 @@ def decide(choose: Callable[[], dict], timeout_s: int = DECISION_TIMEOUT_S) -> d
     else:
         found = _value(key, timeout_s)
         if found is None:
-            raise UserError(f"process {index} of {count} waited {timeout_s} s for what process 0 decides in {what}: look at that process.")
+            raise UserError(
+                f"process {index} of {count} waited {timeout_s} s for what process 0 decides in {what}: look at that process."
+            )
         decision = json.loads(found)
     if "error" in decision:
         raise UserError(decision["error"])

@@ -13,7 +13,16 @@ from typing import Literal, get_args
 from sharder.data_config import DataConfig, MixturePart, RobotConfig, WeightsConfig
 from sharder.fields import UserError, check_fields, check_sections, require
 from sharder.model_config import (
-    LANGUAGE_MODELS, Dtype, ExpertConfig, LlamaConfig, MlpConfig, ModelConfig, Pi0Config, Remat, SiglipConfig, TransformerConfig,
+    LANGUAGE_MODELS,
+    Dtype,
+    ExpertConfig,
+    LlamaConfig,
+    MlpConfig,
+    ModelConfig,
+    Pi0Config,
+    Remat,
+    SiglipConfig,
+    TransformerConfig,
 )  # fmt: skip
 
 __all__ = [
@@ -136,7 +145,10 @@ class TrainConfig:
         require(1 <= self.steps < 2**31, "train.steps", self.steps, "from 1 to 2**31 - 1")
         require(self.global_batch_size >= 1, "train.global_batch_size", self.global_batch_size, "at least 1")
         require(
-            self.microbatch_size is None or self.microbatch_size >= 1, "train.microbatch_size", self.microbatch_size, "at least 1"
+            self.microbatch_size is None or self.microbatch_size >= 1,
+            "train.microbatch_size",
+            self.microbatch_size,
+            "at least 1",
         )
         require(0 <= self.seed < 2**32, "train.seed", self.seed, "in [0, 2**32)")
         require(self.ema_decay is None or 0.0 < self.ema_decay < 1.0, "train.ema_decay", self.ema_decay, "in (0, 1)")
@@ -171,7 +183,10 @@ class CheckpointConfig:
         require(self.every >= 0, "checkpoint.every", self.every, "at least 0")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
         require(
-            self.snapshot_every is None or self.snapshot_every >= 0, "checkpoint.snapshot_every", self.snapshot_every, "at least 0, or unset"
+            self.snapshot_every is None or self.snapshot_every >= 0,
+            "checkpoint.snapshot_every",
+            self.snapshot_every,
+            "at least 0, or unset",
         )
         require(self.keep_every is None or self.keep_every >= 1, "checkpoint.keep_every", self.keep_every, "at least 1")
 
@@ -198,8 +213,12 @@ class ClusterConfig:
     def __post_init__(self):
         check_fields(self, "cluster")
         # Each simulated device is a thread pool: thousands of them stop the machine.
-        require(self.cpu_devices is None or 1 <= self.cpu_devices <= 1024, "cluster.cpu_devices", self.cpu_devices, "from 1 to 1024")
-        require(self.num_processes is None or self.num_processes >= 1, "cluster.num_processes", self.num_processes, "at least 1")
+        require(
+            self.cpu_devices is None or 1 <= self.cpu_devices <= 1024, "cluster.cpu_devices", self.cpu_devices, "from 1 to 1024"
+        )
+        require(
+            self.num_processes is None or self.num_processes >= 1, "cluster.num_processes", self.num_processes, "at least 1"
+        )
         require(self.process_id is None or self.process_id >= 0, "cluster.process_id", self.process_id, "at least 0")
         require(self.bringup_timeout_s >= 1, "cluster.bringup_timeout_s", self.bringup_timeout_s, "at least 1")
         require(self.grace_s > 0, "cluster.grace_s", self.grace_s, "above 0")

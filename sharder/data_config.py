@@ -49,7 +49,9 @@ class RobotConfig:
         require(0 not in (self.relative or ()), "robot.relative", self.relative, "lengths other than 0")
         require(self.clip is None or self.clip > 0, "robot.clip", self.clip, "above 0")
         require(self.least_range >= 0, "robot.least_range", self.least_range, "at least 0")
-        require(self.episodes is None or self.episodes.strip(), "robot.episodes", self.episodes, "ranges of episodes, as 0:100,205")
+        require(
+            self.episodes is None or self.episodes.strip(), "robot.episodes", self.episodes, "ranges of episodes, as 0:100,205"
+        )
 
 
 @dataclass(frozen=True)

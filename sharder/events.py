@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sharder.fields import UserError
 
-
 MAX_WAITING_BYTES = 64 << 20
 """Of lines that a full disk does not take; about a million."""
 
@@ -37,7 +36,9 @@ class LineFile:
             raise error
         if error is not None and not self._has_said:
             self._has_said = True
-            print(f"{error.filename} cannot be written: {error.strerror}. Its lines wait in memory.", file=sys.stderr, flush=True)
+            print(
+                f"{error.filename} cannot be written: {error.strerror}. Its lines wait in memory.", file=sys.stderr, flush=True
+            )
 
     def _flush(self) -> OSError | None:
         try:

@@ -61,7 +61,11 @@ def nondeterministic_kernels(program: str, platform: str, flags: str) -> list[st
 
 def check_kernels(config: RunConfig, program: str, platform: str, flags: str) -> None:
     """Raises UserError where exact mode would run kernels whose bits change from run to run, unless allowed by name."""
-    found = [name for name in nondeterministic_kernels(program, platform, flags) if name not in config.parallel.allow_nondeterministic]
+    found = [
+        name
+        for name in nondeterministic_kernels(program, platform, flags)
+        if name not in config.parallel.allow_nondeterministic
+    ]
     if found:
         listed = "".join(f"\n- {name}: {KERNELS[name]}" for name in found)
         raise UserError(

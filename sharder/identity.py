@@ -40,6 +40,8 @@ def differences(was: RunConfig, now: RunConfig) -> list[tuple[str, object, objec
     return [
         (_option(name), before.get(name), after.get(name))
         for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and name.split(".")[0] not in FREE_SECTIONS and name not in free
+        if before.get(name) != after.get(name)
+        and name.split(".")[0] not in FREE_SECTIONS
+        and name not in free
         and not (name == TOKENIZER and before.get(name) and after.get(name))
     ]

@@ -164,7 +164,12 @@ class ExpertConfig:
     def __post_init__(self):
         check_fields(self, "model.{backbone,action_expert}")
         for name, least in (("embed_dim", 2), ("mlp_dim", 1), ("lora_rank", 0)):
-            require(getattr(self, name) >= least, f"model.{{backbone,action_expert}}.{name}", getattr(self, name), f"at least {least}")
+            require(
+                getattr(self, name) >= least,
+                f"model.{{backbone,action_expert}}.{name}",
+                getattr(self, name),
+                f"at least {least}",
+            )
         require(self.lora_alpha > 0, "model.{backbone,action_expert}.lora_alpha", self.lora_alpha, "more than 0")
         require(self.embed_dim % 2 == 0, "model.{backbone,action_expert}.embed_dim", self.embed_dim, "even")
 
@@ -209,7 +214,16 @@ class Pi0Config:
 
     def __post_init__(self):
         check_fields(self, "model")
-        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_prompt_len", "action_dim", "action_horizon"):
+        for name in (
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+            "max_prompt_len",
+            "action_dim",
+            "action_horizon",
+        ):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(self.variant in ("pi0", "pi05"), "model.variant", self.variant, "pi0 or pi05")
         require(

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from sharder.config import ClusterConfig, UserError
 from sharder.rendezvous import parse_address
 
-OPTIONS = {"coordinator_address": "JAX_COORDINATOR_ADDRESS", "num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+OPTIONS = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
 """Fields of ClusterConfig, and the variables that stand for them."""
 CLUSTER_COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 CLUSTER_SIGNS = ("JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "MEGASCALE_NUM_SLICES")
@@ -73,7 +77,9 @@ def given_place(config: ClusterConfig, environ: Mapping[str, str]) -> Place | No
             f"{found['process_id'][0]} is {index}, but must be in 0 .. {count - 1}: {found['num_processes'][0]} is {count}."
         )
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
-    return Place(str(address), count, index, tuple(_integer("JAX_LOCAL_DEVICE_IDS", i) for i in ids.split(",")) if ids else None)
+    return Place(
+        str(address), count, index, tuple(_integer("JAX_LOCAL_DEVICE_IDS", i) for i in ids.split(",")) if ids else None
+    )
 
 
 def _integer(name: str, value: object) -> int:
@@ -95,11 +101,17 @@ def detected_place(environ: Mapping[str, str], timeout_s: int) -> Place | None:
 
     try:
         # A pod that belongs to no indexed job is one process, whatever jax makes of it.
-        kinds = [k for k in clusters.ClusterEnv._cluster_types if "JOB_COMPLETION_INDEX" in environ or not k.__name__.startswith("K8s")]
+        kinds = [
+            k
+            for k in clusters.ClusterEnv._cluster_types
+            if "JOB_COMPLETION_INDEX" in environ or not k.__name__.startswith("K8s")
+        ]
         kind = next((k for k in kinds if not k.opt_in_only_method and k.is_env_present()), None)
         if kind is None or kind.get_process_count() == 1:
             return None
-        address = kind.get_coordinator_address(timeout_secs=timeout_s, override_coordinator_port=environ.get("JAX_COORDINATOR_PORT"))
+        address = kind.get_coordinator_address(
+            timeout_secs=timeout_s, override_coordinator_port=environ.get("JAX_COORDINATOR_PORT")
+        )
         local = None if _on_tpu() else kind.get_local_process_id()
         return Place(address, kind.get_process_count(), kind.get_process_id(), None if local is None else (local,))
     except Exception as error:  # of jax, of the cluster's own interface, of the network

@@ -118,7 +118,11 @@ def _sequence(config: RunConfig) -> list[Finding]:
         f"--data.seq-len is {config.data.seq_len}, more than the {config.model.max_seq_len} positions of"
         " --model.max-seq-len: raise the one or lower the other."
     )
-    return [Finding("sequence", message, {"--data.seq-len": config.model.max_seq_len}, "--data.seq-len", factor=config.model.max_seq_len)]
+    return [
+        Finding(
+            "sequence", message, {"--data.seq-len": config.model.max_seq_len}, "--data.seq-len", factor=config.model.max_seq_len
+        )
+    ]
 
 
 def _offload(config: RunConfig, known: Surroundings) -> list[Finding]:
@@ -137,7 +141,11 @@ def _best(config: RunConfig) -> list[Finding]:
         f"--checkpoint.best is validation_loss, but with --checkpoint.every {every} and --train.validate-every {validate} checkpoints"
         " are saved where nothing was evaluated: make the first a multiple of the second."
     )
-    nearest = {"--train.validate-every": every} if not validate or validate > every else {"--checkpoint.every": every // validate * validate}
+    nearest = (
+        {"--train.validate-every": every}
+        if not validate or validate > every
+        else {"--checkpoint.every": every // validate * validate}
+    )
     return [Finding("best", message, nearest, "--checkpoint.best")]
 
 
@@ -166,7 +174,11 @@ def _disk(config: RunConfig, known: Surroundings) -> list[Finding]:
     if keep.keep_every:
         left = room - 1 - nearest["--checkpoint.keep-last"]
         nearest["--checkpoint.keep-every"] = config.train.steps // (left + 1) + 1 if left else None
-    return [Finding("disk", f"{message}use {' '.join(as_arguments(nearest))}, or another --run-dir.", nearest, next(reversed(nearest)))]
+    return [
+        Finding(
+            "disk", f"{message}use {' '.join(as_arguments(nearest))}, or another --run-dir.", nearest, next(reversed(nearest))
+        )
+    ]
 
 
 def _memory(config: RunConfig, plan: Plan, known: Surroundings) -> list[Finding]:
@@ -184,7 +196,14 @@ def _memory(config: RunConfig, plan: Plan, known: Surroundings) -> list[Finding]
     for change in _savings(config, plan, share):
         size = known.predict_bytes(applied(config, change))
         if size is not None and size <= known.memory_bytes:
-            return [Finding("memory", f"{message} Use {' '.join(as_arguments(change))}: {size / 1e9:.3f} GB.", change, "--parallel.policy")]
+            return [
+                Finding(
+                    "memory",
+                    f"{message} Use {' '.join(as_arguments(change))}: {size / 1e9:.3f} GB.",
+                    change,
+                    "--parallel.policy",
+                )
+            ]
     way = " No policy, remat policy or microbatch brings that down far enough: use more devices."
     return [Finding("memory", message + way, set_at="--parallel.policy")]
 
@@ -201,7 +220,9 @@ def _savings(config: RunConfig, plan: Plan, share: int) -> Iterator[dict[str, ob
     yield from ({"--train.microbatch-size": m} for m in reversed(smaller[-3:]))
     divided = {"--parallel.data": 1, "--parallel.fsdp": plan.mesh.num_replicas, "--parallel.tensor": plan.mesh.tensor}
     policies = [{"--parallel.policy": "zero"}, {"--parallel.policy": "fsdp"}, {"--parallel.policy": "fsdp", **divided}]
-    least = ({"--train.microbatch-size": 1} if smaller else {}) | ({} if config.model.remat == "block" else {"--model.remat": "block"})
+    least = ({"--train.microbatch-size": 1} if smaller else {}) | (
+        {} if config.model.remat == "block" else {"--model.remat": "block"}
+    )
     yield {"--model.remat": "block"}
     yield from policies
     yield least

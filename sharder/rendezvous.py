@@ -87,7 +87,9 @@ class _Gathering:
         if hello["stop"]:
             self.stopped = self.stopped or f"process {index} was stopped by {hello['stop']}"
         if count != self.count:
-            self.complaints.append(f"the number of processes is {self.count} in process 0, but {count} in process {index} ({hello['who']})")
+            self.complaints.append(
+                f"the number of processes is {self.count} in process 0, but {count} in process {index} ({hello['who']})"
+            )
         else:
             self.complaints += disagreements(self.facts, hello["facts"], index)
         if index in self.arrived or not 0 < index < self.count:
@@ -136,7 +138,9 @@ def _gather(port: int, count: int, facts: Facts, deadline: float, timeout_s: flo
         with _listen(port) as server:
             _wait_for_all(server, gathering, deadline, stop)
     except OSError as error:
-        raise UserError(f"process 0 cannot use port {port} of the coordinator's address: {error.strerror or error}. Choose another.") from None
+        raise UserError(
+            f"process 0 cannot use port {port} of the coordinator's address: {error.strerror or error}. Choose another."
+        ) from None
     verdict = gathering.verdict(port, timeout_s)
     for connection in (*gathering.arrived.values(), *gathering.turned_away):
         _send(connection, verdict)
@@ -178,7 +182,12 @@ def _report(
         except OSError as error:
             why = error.strerror or str(error)
         else:
-            verdict = _ask(connection, {"index": index, "count": count, "who": _who(), "facts": facts, "stop": stop()}, deadline + VERDICT_S, stop)
+            verdict = _ask(
+                connection,
+                {"index": index, "count": count, "who": _who(), "facts": facts, "stop": stop()},
+                deadline + VERDICT_S,
+                stop,
+            )
             if verdict is not None:
                 _act_on(verdict)
                 return Channel({0: connection}, index)

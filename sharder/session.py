@@ -31,9 +31,13 @@ class Session:
         Raises UserError once a state exists, whose arrays lie where the first choice put them, and for FSDP without ZeRO.
         """
         if self._has_state:
-            raise UserError("the state of this session exists already, and lies where it was born: call .shard() before .train().")
+            raise UserError(
+                "the state of this session exists already, and lies where it was born: call .shard() before .train()."
+            )
         if fsdp and not zero:
-            raise UserError("fsdp=True with zero=False: parameters that are divided have divided optimizer state; leave zero out.")
+            raise UserError(
+                "fsdp=True with zero=False: parameters that are divided have divided optimizer state; leave zero out."
+            )
         policy = "fsdp" if fsdp else "zero" if zero else "dp"
         parallel = dataclasses.replace(self.config.parallel, policy=policy, tensor=tp)
         self.config = dataclasses.replace(self.config, parallel=parallel)

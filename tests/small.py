@@ -8,7 +8,15 @@ from importlib import metadata
 
 import pytest
 
-from sharder.config import CheckpointConfig, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig, TransformerConfig
+from sharder.config import (
+    CheckpointConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    TransformerConfig,
+)
 from sharder.exactness import TESTED_JAX
 
 RECIPE = f"{__file__}:small"

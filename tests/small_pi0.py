@@ -3,7 +3,17 @@
 import jax
 import numpy as np
 
-from sharder.config import CheckpointConfig, DataConfig, ExpertConfig, OptimizerConfig, ParallelConfig, Pi0Config, RunConfig, SiglipConfig, TrainConfig
+from sharder.config import (
+    CheckpointConfig,
+    DataConfig,
+    ExpertConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Pi0Config,
+    RunConfig,
+    SiglipConfig,
+    TrainConfig,
+)
 
 
 def small_pi0() -> RunConfig:

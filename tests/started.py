@@ -23,7 +23,11 @@ def started(commands, count=None, extra=None):
     address = f"127.0.0.1:{free_port()}"
     processes = []
     for index, command in enumerate(commands):
-        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count or len(commands)), "JAX_PROCESS_ID": str(index)}
+        place = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count or len(commands)),
+            "JAX_PROCESS_ID": str(index),
+        }
         arguments = ["-c", command] if isinstance(command, str) else ["-m", "sharder", *map(str, command)]
         env = environment(**place, PYTHONPATH=str(Path(__file__).parent), **(extra or {}))
         out = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -40,7 +44,11 @@ def started(commands, count=None, extra=None):
 def ended(processes, timeout_s=LONG_S):
     """(exit code, output) of each."""
     until = time.monotonic() + timeout_s
-    return [(output, p.returncode)[::-1] for p in processes for output in [p.communicate(timeout=max(1, until - time.monotonic()))[0]]]
+    return [
+        (output, p.returncode)[::-1]
+        for p in processes
+        for output in [p.communicate(timeout=max(1, until - time.monotonic()))[0]]
+    ]
 
 
 def train(run_dir, *options, recipe=RECIPE):

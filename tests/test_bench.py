@@ -116,7 +116,16 @@ def test_a_slow_dataset_takes_its_time_and_reads_the_same(bench):
 
 def test_exact_prints_its_figures():
     lines = quick("exact", "--devices", "2", "--rounds", "2")
-    names = "step_time_fast", "step_time_exact", "ratio", "ratio_low", "ratio_high", "scratch_ratio", "exposed_reduction", "moved_ratio"
+    names = (
+        "step_time_fast",
+        "step_time_exact",
+        "ratio",
+        "ratio_low",
+        "ratio_high",
+        "scratch_ratio",
+        "exposed_reduction",
+        "moved_ratio",
+    )
     assert set(lines) == {f"tiny_lm_{name}_2" for name in names}
     assert all(math.isfinite(line["value"]) for line in lines.values())
 

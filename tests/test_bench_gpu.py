@@ -24,7 +24,11 @@ def test_the_best_is_the_full_step_with_the_highest_mfu(gpu):
         "exact V 1": {"step_time_s": 1.1}, "fast with 1 slots": {"step_time_s": 1.0}, "exact V 4": {"left_out": "no time left"},
     }  # fmt: skip
     found = gpu.summarise(points)
-    assert found["best"]["batch"] == 8 and found["mfu_without_optimizer"] == 0.5 and found["exact_over_fast"] == {"1": pytest.approx(1.1)}
+    assert (
+        found["best"]["batch"] == 8
+        and found["mfu_without_optimizer"] == 0.5
+        and found["exact_over_fast"] == {"1": pytest.approx(1.1)}
+    )
 
 
 def test_without_time_points_are_left_out_and_named(gpu):
@@ -34,14 +38,27 @@ def test_without_time_points_are_left_out_and_named(gpu):
 
 
 def test_a_point_that_does_not_fit_says_so_in_a_line(gpu):
-    stderr = "Traceback ...\njaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes.\nmore"
+    stderr = (
+        "Traceback ...\njaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes.\nmore"
+    )
     assert "Out of memory" in gpu.reason(stderr)
 
 
 @pytest.mark.slow
 def test_it_runs_unchanged_on_cpu(tmp_path):
     recipe = f"{Path(__file__).parent / 'small.py'}:small_robot"
-    command = [sys.executable, str(BENCH / "gpu.py"), "--recipe", recipe, "--batch", "4", "--batches", "8", "--out", str(tmp_path / "gpu.json")]
+    command = [
+        sys.executable,
+        str(BENCH / "gpu.py"),
+        "--recipe",
+        recipe,
+        "--batch",
+        "4",
+        "--batches",
+        "8",
+        "--out",
+        str(tmp_path / "gpu.json"),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())

@@ -33,7 +33,9 @@ class Listener:
 def three():
     """Three processes that have met."""
     port, found = free_port(), {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: meet(f"127.0.0.1:{port}", 3, i, {}, 60)})) for i in range(3)]
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: meet(f"127.0.0.1:{port}", 3, i, {}, 60)})) for i in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -65,7 +67,9 @@ def test_goodbyes_end_nobody(three):
     assert three[0].wait() == Ending(1, 1, "a failure") and len(three[0].endings) == 1
 
 
-@pytest.mark.parametrize("ending, code", [("Ending(1, 75, 'SIGTERM')", 75), ("Ending(1, 2, 'a mistake')", 2), ("Ending(1, None)", -signal.SIGABRT)])
+@pytest.mark.parametrize(
+    "ending, code", [("Ending(1, 75, 'SIGTERM')", 75), ("Ending(1, 2, 'a mistake')", 2), ("Ending(1, None)", -signal.SIGABRT)]
+)
 def test_the_others_follow_with_a_code_that_says_they_were_not_the_first(ending, code):
     script = f"import sharder.channel as c; c.OWN_END_S = 0.1; from sharder.channel import Ending; c.Channel({{}}, 1).follow({ending})"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=os.getcwd())

@@ -78,7 +78,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 def test_a_signal_before_the_first_step_loses_nothing(tmp_path):
-    process = start("train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "2", "--cluster.compile-cache", "off")
+    process = start(
+        "train", RECIPE, "--run-dir", tmp_path / "run", "--cluster.cpu-devices", "2", "--cluster.compile-cache", "off"
+    )
     while not (tmp_path / "run" / "events.jsonl").exists():
         time.sleep(0.02)
     sent = time.monotonic()
@@ -152,7 +154,10 @@ BAD = [
     (["train", "tiny_lm", "--run-dir", "x", "--data.seq-len", "512"], "--data.seq-len is 512, more than the 128 positions"),
     (["train", "tiny_lm", "--run-dir", "x", "--train.global-batch-size", "30", "--cluster.cpu-devices", "4"], "use 28 or 32"),
     (["train", "tiny_lm", "--run-dir", "x", "--cluster.cpu-devices", "4", "--parallel.fsdp", "3"], "but there are 4"),
-    (["train", "tiny_lm", "--run-dir", "x", "--cluster.cpu-devices", "4", "--parallel.tensor", "3"], "must divide the 4 devices"),
+    (
+        ["train", "tiny_lm", "--run-dir", "x", "--cluster.cpu-devices", "4", "--parallel.tensor", "3"],
+        "must divide the 4 devices",
+    ),
     (["train", "tiny_lm", "--run-dir", "x", "--optimizer.name", "sgd"], "--optimizer.name"),
     (
         ["train", "tiny_lm", "--run-dir", "x", "--optimizer.name", "muon", "--parallel.reduction", "exact"],
@@ -276,6 +281,8 @@ def test_check_without_findings_prints_plan_and_accounting_as_json():
 
 
 def test_check_shows_who_holds_what_and_writes_a_figure(tmp_path):
-    done = sharder("check", RECIPE, "--cluster.cpu-devices", "4", "--show", "--param", "blocks/q", "--out", tmp_path / "plan.svg")
+    done = sharder(
+        "check", RECIPE, "--cluster.cpu-devices", "4", "--show", "--param", "blocks/q", "--out", tmp_path / "plan.svg"
+    )
     assert done.returncode == 0 and "blocks/q" in done.stdout and "by strategy" in done.stdout
     assert (tmp_path / "plan.svg").exists()

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sharder import config, data_config, model_config
-from sharder import recipes
+from sharder import config, data_config, model_config, recipes
 from sharder.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -69,8 +68,14 @@ REFUSED = [
     *((MlpConfig, name, 0) for name in ("input_dim", "hidden_dim", "num_layers", "output_dim")),
     *((SiglipConfig, name, 0) for name in ("embed_dim", "num_layers", "mlp_dim", "patch_size")),
     (SiglipConfig, "num_heads", 7),
-    *((ExpertConfig, name, value) for name, value in (("embed_dim", 0), ("embed_dim", 7), ("mlp_dim", 0), ("lora_rank", -1), ("lora_alpha", 0.0))),
-    *((Pi0Config, name, 0) for name in ("num_layers", "num_heads", "vocab_size", "max_prompt_len", "action_dim", "action_horizon")),
+    *(
+        (ExpertConfig, name, value)
+        for name, value in (("embed_dim", 0), ("embed_dim", 7), ("mlp_dim", 0), ("lora_rank", -1), ("lora_alpha", 0.0))
+    ),
+    *(
+        (Pi0Config, name, 0)
+        for name in ("num_layers", "num_heads", "vocab_size", "max_prompt_len", "action_dim", "action_horizon")
+    ),
     (WeightsConfig, "resize", "states=pad"),
     (WeightsConfig, "sizes", "mine"),
     (Pi0Config, "variant", "pi1"),
@@ -153,8 +158,13 @@ REFUSED = [
     (ClusterConfig, "grace_s", 0.0),
 ]
 SECTION = {
-    MlpConfig: "model", LlamaConfig: "model", TransformerConfig: "model", Pi0Config: "model", SiglipConfig: "model.vision",
-    ExpertConfig: "model.{backbone,action_expert}", MixturePart: "data.mixture",
+    MlpConfig: "model",
+    LlamaConfig: "model",
+    TransformerConfig: "model",
+    Pi0Config: "model",
+    SiglipConfig: "model.vision",
+    ExpertConfig: "model.{backbone,action_expert}",
+    MixturePart: "data.mixture",
 } | {  # fmt: skip
     f.type: f.name for f in dataclasses.fields(RunConfig) if f.name != "model"
 }
@@ -177,7 +187,11 @@ def test_every_check_has_a_refused_value():
     checked = set()
     modules = (config, data_config, model_config)
     for call in (node for module in modules for node in ast.walk(ast.parse(inspect.getsource(module)))):
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("require", "require_choice") and isinstance(call.args[1], ast.Constant):
+        if (
+            isinstance(call, ast.Call)
+            and getattr(call.func, "id", "") in ("require", "require_choice")
+            and isinstance(call.args[1], ast.Constant)
+        ):
             checked.add(call.args[1].value)
     assert len(checked) > 20 and checked <= {f"{SECTION[cls]}.{name}" for cls, name, _ in REFUSED}
 

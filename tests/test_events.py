@@ -29,7 +29,10 @@ def test_a_line_that_cannot_be_written_names_its_file(tmp_path):
         "except OSError as error: print(error.filename)\n"
     )
     result = subprocess.run([sys.executable, "-c", code, tmp_path / "x"], capture_output=True, text=True)
-    assert result.stdout == f"{tmp_path / 'x'}\n" and result.stderr.count("cannot be written: File too large. Its lines wait in memory") == 1
+    assert (
+        result.stdout == f"{tmp_path / 'x'}\n"
+        and result.stderr.count("cannot be written: File too large. Its lines wait in memory") == 1
+    )
     assert (tmp_path / "x").read_text() == "12345\n1234"
 
 

@@ -9,8 +9,16 @@ from small import environment, small
 
 from sharder.config import ClusterConfig, UserError
 from sharder.exactness import (
-    CPU_THREADS, CPU_THREADS_VARIABLE, GPU_FLAGS, THREADS_PER_CPU_DEVICE, check_kernels, cpu_threads, nondeterministic_kernels, refusals,
-    untested, with_gpu_flags,
+    CPU_THREADS,
+    CPU_THREADS_VARIABLE,
+    GPU_FLAGS,
+    THREADS_PER_CPU_DEVICE,
+    check_kernels,
+    cpu_threads,
+    nondeterministic_kernels,
+    refusals,
+    untested,
+    with_gpu_flags,
 )
 
 FLAGS = with_gpu_flags("")
@@ -70,7 +78,9 @@ def test_threads_do_not_decide_the_bits():
     """XLA has as many as there are cores, and devices; here as if there were two cores."""
     other = {CPU_THREADS_VARIABLE: "2"}
     assert product(1, "ours", **other) == product(8, "ours", **other)
-    assert product(1, "jax's", **other) != product(8, "jax's", **other), "this product does not depend on threads: the test sees nothing"
+    assert product(1, "jax's", **other) != product(8, "jax's", **other), (
+        "this product does not depend on threads: the test sees nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,11 @@ def test_this_compiler_knows_the_flags():
 
 def program(unique):
     """The text of a scatter-add, as the gradient of an embedding is one."""
-    return jax.jit(lambda x, i, y: x.at[i].add(y, unique_indices=unique)).lower(jnp.zeros((8, 4)), jnp.zeros(3, int), jnp.ones((3, 4))).as_text()
+    return (
+        jax.jit(lambda x, i, y: x.at[i].add(y, unique_indices=unique))
+        .lower(jnp.zeros((8, 4)), jnp.zeros(3, int), jnp.ones((3, 4)))
+        .as_text()
+    )
 
 
 def test_a_scatter_with_repeated_rows_is_found_where_the_compiler_may_use_atomics():

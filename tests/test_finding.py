@@ -44,7 +44,9 @@ def rules(*args, **kwargs):
 FSDP = change(small(), parallel={"policy": "fsdp"})
 EXACT = change(small(), parallel={"reduction": "exact"})
 MLP = RunConfig(MlpConfig(input_dim=8, hidden_dim=16, num_layers=1, output_dim=8))
-LLAMA = dataclasses.replace(small(), model=LlamaConfig(max_seq_len=32, embed_dim=64, num_heads=6, num_kv_heads=3, mlp_dim=128, num_layers=1))
+LLAMA = dataclasses.replace(
+    small(), model=LlamaConfig(max_seq_len=32, embed_dim=64, num_heads=6, num_kv_heads=3, mlp_dim=128, num_layers=1)
+)
 
 # rule: a configuration that breaks it and what is known, and one beside it that does not
 RULES = {
@@ -154,7 +156,12 @@ def test_findings_of_one_cause_are_told_once():
 
 def test_a_dimension_is_told_with_path_shape_layout_and_factor():
     [finding] = [f for f in found(change(FSDP, model={"mlp_dim": 130})) if f.path == "blocks/mlp_in_bias"]
-    assert (finding.shape, finding.spec, finding.factor, finding.set_at) == ((2, 130), (None, ("tensor", "fsdp")), 8, "--parallel.fsdp")
+    assert (finding.shape, finding.spec, finding.factor, finding.set_at) == (
+        (2, 130),
+        (None, ("tensor", "fsdp")),
+        8,
+        "--parallel.fsdp",
+    )
     assert finding.nearest == {"--model.mlp-dim": 128}
 
 
@@ -177,11 +184,17 @@ def test_a_weight_accepted_by_name_may_be_whole():
 
 @pytest.mark.parametrize(
     "options",
-    [{"--parallel.tensor": 4, "--model.mlp-dim": 96}, {"--parallel.replicate": ["a", "b/c"]}, {"--train.microbatch-size": None}],
+    [
+        {"--parallel.tensor": 4, "--model.mlp-dim": 96},
+        {"--parallel.replicate": ["a", "b/c"]},
+        {"--train.microbatch-size": None},
+    ],
 )
 def test_options_mean_on_the_command_line_what_they_mean_when_applied(options):
     default = change(small(), train={"microbatch_size": 2})
-    parsed = tyro.cli(tyro.conf.AvoidSubcommands[Annotated[RunConfig, tyro.conf.arg(name="")]], args=as_arguments(options), default=default)
+    parsed = tyro.cli(
+        tyro.conf.AvoidSubcommands[Annotated[RunConfig, tyro.conf.arg(name="")]], args=as_arguments(options), default=default
+    )
     assert parsed == applied(default, options) != default
 
 

@@ -17,7 +17,19 @@ RANKS = [
     {"data_config", "model_config"},
     {"config", "events", "stop"},
     {"channel", "finding"},
-    {"accounting", "exactness", "compile_cache", "facts", "heartbeat", "identity", "lifeline", "lock", "process_log", "recipes", "rendezvous"},
+    {
+        "accounting",
+        "exactness",
+        "compile_cache",
+        "facts",
+        "heartbeat",
+        "identity",
+        "lifeline",
+        "lock",
+        "process_log",
+        "recipes",
+        "rendezvous",
+    },
     {"place"},
     {"sharding", "ops"},
     {"models"},
@@ -32,7 +44,13 @@ RANKS = [
 ]
 # The demo compares two runs, and a report begins with the ledger; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint
 # is one for all processes.
-ALLOWED_SIDEWAYS = {("launch", "report"), ("report", "launch"), ("sharding", "ops"), ("data", "cluster"), ("checkpoint", "cluster")}
+ALLOWED_SIDEWAYS = {
+    ("launch", "report"),
+    ("report", "launch"),
+    ("sharding", "ops"),
+    ("data", "cluster"),
+    ("checkpoint", "cluster"),
+}
 
 
 def rank(room: str) -> int:
@@ -73,14 +91,19 @@ def test_an_upward_import_would_be_seen():
     assert violations({"models": {"train"}, "ops": {"models"}}) == ["models imports train", "ops imports models"]
 
 
-@pytest.mark.parametrize("module", ["sharder", "sharder.config", "sharder.events", "sharder.stop", "sharder.recipes", "sharder.cli", "sharder.session"])
+@pytest.mark.parametrize(
+    "module",
+    ["sharder", "sharder.config", "sharder.events", "sharder.stop", "sharder.recipes", "sharder.cli", "sharder.session"],
+)
 def test_loads_no_jax(module):
     assert_loads_no_jax([module])
 
 
 @pytest.mark.parametrize("folder", ["launch", "report"])
 def test_a_supervisor_and_a_report_load_no_jax(folder):
-    assert_loads_no_jax([f"sharder.{folder}"] + [f"sharder.{folder}.{p.stem}" for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"])
+    assert_loads_no_jax(
+        [f"sharder.{folder}"] + [f"sharder.{folder}.{p.stem}" for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"]
+    )
 
 
 def assert_loads_no_jax(modules: list[str]) -> None:

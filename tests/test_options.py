@@ -26,7 +26,11 @@ def numeric_fields(section: object) -> Iterator[tuple[object, str, type]]:
 
 def sections() -> dict[str, tuple[object, str, type]]:
     found = (field for recipe in RECIPES for field in numeric_fields(load_recipe(recipe)))
-    return {f"{type(section).__name__}.{name}": (section, name, kind) for section, name, kind in found if not isinstance(section, RunConfig)}
+    return {
+        f"{type(section).__name__}.{name}": (section, name, kind)
+        for section, name, kind in found
+        if not isinstance(section, RunConfig)
+    }
 
 
 FIELDS = sections()

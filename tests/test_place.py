@@ -59,7 +59,13 @@ def test_an_unusable_setting_is_refused_with_the_numbers(change, message):
         given_place(NOTHING, FULL | change)
 
 
-SLURM = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "node[007-009],big1", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_NODELIST": "node[007-009],big1",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
 OPEN_MPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",

@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from small import small, needs_tested_jax
+from small import needs_tested_jax, small
 
 from sharder.accounting import account_batch
 from sharder.config import UserError
@@ -38,7 +38,12 @@ def test_every_recipe_fits_eight_devices(recipe, policy):
 def test_the_biases_of_projections_never_block_fsdp(num_devices):
     """head_dim is 64; embed is 768 and the padded vocabulary 50432 = 197 x 256 (768 needs another)."""
     padded = -(-50257 // num_devices) * num_devices
-    config = change(load_recipe("gpt"), parallel={"policy": "fsdp"}, model={"padded_vocab_size": padded}, train={"global_batch_size": num_devices})
+    config = change(
+        load_recipe("gpt"),
+        parallel={"policy": "fsdp"},
+        model={"padded_vocab_size": padded},
+        train={"global_batch_size": num_devices},
+    )
     config, plan = planned(config, MeshShape(1, num_devices, 1))
     assert findings(config, plan) == [] and not plan.leaves["blocks/q_bias"].divided
 
@@ -46,7 +51,10 @@ def test_the_biases_of_projections_never_block_fsdp(num_devices):
 def test_all_findings_come_at_once():
     config = change(small(), parallel={"policy": "fsdp"}, data={"seq_len": 64})
     found = findings(*planned(config, MeshShape(1, 6, 1)))
-    assert [any(word in f for f in found) for word in ("embed is 64", "mlp is 128", "--train.global-batch-size is 16", "--data.seq-len")] == [True] * 4
+    assert [
+        any(word in f for f in found)
+        for word in ("embed is 64", "mlp is 128", "--train.global-batch-size is 16", "--data.seq-len")
+    ] == [True] * 4
     with pytest.raises(UserError, match="reasons why this run cannot start"):
         check(*planned(config, MeshShape(1, 6, 1)))
 
@@ -67,7 +75,9 @@ def test_an_unknown_name_to_replicate_is_a_finding():
 
 
 def test_tensor_parallelism_of_a_model_without_it_is_a_finding():
-    assert any("no axis that tensor parallelism divides" in f for f in findings(*planned(load_recipe("mlp"), MeshShape(1, 4, 2))))
+    assert any(
+        "no axis that tensor parallelism divides" in f for f in findings(*planned(load_recipe("mlp"), MeshShape(1, 4, 2)))
+    )
 
 
 def test_batch_accounting_multiplies_to_the_global_batch():
@@ -76,7 +86,9 @@ def test_batch_accounting_multiplies_to_the_global_batch():
     assert accounting.global_batch_size == 64 and accounting.slot_size == 8
 
 
-@pytest.mark.parametrize("batch, micro, replicas, nearest", [(30, None, 4, "28 or 32"), (3, None, 4, "4"), (60, 4, 4, "48 or 64")])
+@pytest.mark.parametrize(
+    "batch, micro, replicas, nearest", [(30, None, 4, "28 or 32"), (3, None, 4, "4"), (60, 4, 4, "48 or 64")]
+)
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(batch, micro, replicas, nearest):
     with pytest.raises(UserError, match=f"use {nearest}"):
         account_batch(change(small(), train={"global_batch_size": batch, "microbatch_size": micro}), replicas)
@@ -104,8 +116,16 @@ def test_auto_is_exact_where_that_is_tested_and_fits(policy):
         ({}, {"platform": "gpu"}, "on gpu with jax"),
         ({}, {"mesh": MeshShape(1, 16, 1)}, "cannot grow beyond 8 replicas"),
         ({"train": {"global_batch_size": 20}}, {}, "20, which does not divide into 8 virtual workers"),
-        ({"parallel": {"policy": "fsdp", "reduction": "auto"}}, {"memory_bytes": 1000}, "GB beside the activations, more than half"),
-        ({"parallel": {"policy": "fsdp", "reduction": "auto"}}, {"memory_bytes": None}, "how much memory a device has is not known"),
+        (
+            {"parallel": {"policy": "fsdp", "reduction": "auto"}},
+            {"memory_bytes": 1000},
+            "GB beside the activations, more than half",
+        ),
+        (
+            {"parallel": {"policy": "fsdp", "reduction": "auto"}},
+            {"memory_bytes": None},
+            "how much memory a device has is not known",
+        ),
     ],
 )
 def test_auto_is_fast_elsewhere_and_says_why(sections, surroundings, why):

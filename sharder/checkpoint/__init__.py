@@ -9,7 +9,16 @@ Here stands what needs no jax; `save.py` writes, `restore.py` reads.
 """
 
 from sharder.checkpoint.folders import (
-    choose_step, entry, fault, folder, list_others, list_steps, read_manifest, set_aside, set_aside_unfinished, way_out,
+    choose_step,
+    entry,
+    fault,
+    folder,
+    list_others,
+    list_steps,
+    read_manifest,
+    set_aside,
+    set_aside_unfinished,
+    way_out,
 )  # fmt: skip
 from sharder.checkpoint.manifest import Damaged, write_durably, write_manifest
 

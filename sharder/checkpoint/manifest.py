@@ -55,7 +55,11 @@ def parse(entry: Path) -> dict:
         raise
     except (OSError, ValueError) as error:
         raise Damaged(f"its {NAME} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("leaves"), dict) or not isinstance(manifest.get("files"), dict):
+    if (
+        not isinstance(manifest, dict)
+        or not isinstance(manifest.get("leaves"), dict)
+        or not isinstance(manifest.get("files"), dict)
+    ):
         raise Damaged(f"its {NAME} describes no leaves and files")
     if manifest.get("sha256") != checksum(manifest):
         raise Damaged(f"its {NAME} is not what was written: the SHA-256 in it is of other content")

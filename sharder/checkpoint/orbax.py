@@ -14,7 +14,10 @@ MIN_REPLICA_SLICE_BYTES = 64 << 20
 def items(leaves: dict) -> dict[str, dict]:
     """The two trees that a state is saved as: parameters, which others read alone, and the rest."""
     params = {p.removeprefix("params/"): x for p, x in leaves.items() if p.startswith("params/")}
-    return {"params": unflatten(params), "train_state": unflatten({p: x for p, x in leaves.items() if not p.startswith("params/")})}
+    return {
+        "params": unflatten(params),
+        "train_state": unflatten({p: x for p, x in leaves.items() if not p.startswith("params/")}),
+    }
 
 
 def reason(error: BaseException | None) -> str:
@@ -44,7 +47,9 @@ def write_small_arrays_whole() -> None:
 def quietly() -> None:
     """Leaves it to us to say why a save or a restore failed: orbax logs the traceback of each of its threads, and for each array
     that it no longer waits for tensorstore prints one from an event loop that is closed already."""
-    logging.getLogger("absl").addFilter(lambda record: not record.exc_info and "overriding jax.Array" not in record.getMessage())
+    logging.getLogger("absl").addFilter(
+        lambda record: not record.exc_info and "overriding jax.Array" not in record.getMessage()
+    )
     previous = sys.excepthook
 
     def hook(kind, error, trace):

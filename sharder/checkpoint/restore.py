@@ -23,7 +23,9 @@ def check_leaves(manifest: dict, target: dict[str, jax.ShapeDtypeStruct], where:
     if differ:
         rows = "".join(f"\n  {p}: saved {saved.get(p, 'nothing')}, wanted {wanted.get(p, 'nothing')}" for p in differ[:10])
         more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
-        raise UserError(f"{where} does not fit the model and optimizer of this command; {len(differ)} leaves differ:{rows}{more}")
+        raise UserError(
+            f"{where} does not fit the model and optimizer of this command; {len(differ)} leaves differ:{rows}{more}"
+        )
 
 
 def restore(run_dir: Path, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> Leaves:
@@ -36,7 +38,11 @@ def restore(run_dir: Path, step: int, target: dict[str, jax.ShapeDtypeStruct]) -
 
     where, manifest = entry(run_dir, step), read_manifest(run_dir, step)
     only_params = all(p.startswith("params/") for p in target)
-    check_leaves({"leaves": {p: x for p, x in manifest["leaves"].items() if p.startswith("params/") or not only_params}}, target, str(where))
+    check_leaves(
+        {"leaves": {p: x for p, x in manifest["leaves"].items() if p.startswith("params/") or not only_params}},
+        target,
+        str(where),
+    )
     leaves: Leaves = {}
     for name, tree in items(target).items():
         if tree:

@@ -82,7 +82,9 @@ class Saver:
         self._pending.copied.wait()
         stall_s = time.perf_counter() - began
         try:
-            self.events.write("save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6))
+            self.events.write(
+                "save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6)
+            )
         finally:
             self._pending.announced.set()
 
@@ -199,7 +201,9 @@ def _commit(where: Path, manifest: dict) -> str | None:
 def describe(step: int, leaves: Leaves, manifest: dict) -> dict:
     """The whole manifest: with the step, and shape, dtype and fingerprint by leaf."""
     fingerprints = manifest["leaf_fingerprints"]
-    described = {p: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprints.get(p)} for p, x in leaves.items()}
+    described = {
+        p: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": fingerprints.get(p)} for p, x in leaves.items()
+    }
     return {"format": 1, "step": step} | {k: v for k, v in manifest.items() if k != "leaf_fingerprints"} | {"leaves": described}
 
 

@@ -113,7 +113,11 @@ def read_usage(folder: Path) -> Usage | None:
 def assets_beside(path: Path) -> Path | None:
     """The folder `assets` of a run, of weights, or of a checkpoint's run; None where there is none."""
     path = path.resolve()
-    places = [path, *([path.parents[1]] if path.parent.name == "checkpoints" else []), *([path.parent] if path.name == "params" else [])]
+    places = [
+        path,
+        *([path.parents[1]] if path.parent.name == "checkpoints" else []),
+        *([path.parent] if path.name == "params" else []),
+    ]
     return next((place / "assets" for place in places if (place / "assets").is_dir()), None)
 
 
@@ -121,7 +125,9 @@ def find_assets(root: Path) -> Path | None:
     """The one folder at or below `root` that holds assets; None where there is none. Raises UserError where there are several."""
     found = sorted({path.parent for name in (ROBOT, STATS) for path in root.rglob(name)})
     if len(found) > 1:
-        raise UserError(f"{root} holds the statistics of several robots: choose one of {', '.join(map(str, found))} with --assets.")
+        raise UserError(
+            f"{root} holds the statistics of several robots: choose one of {', '.join(map(str, found))} with --assets."
+        )
     return found[0] if found else None
 
 

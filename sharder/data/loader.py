@@ -35,7 +35,10 @@ class BatchLayout:
     def local_rows(self) -> tuple[int, int]:
         """Rows start..stop of every slot that live on this process's devices."""
         shape = (self.num_slots, self.slot_size)
-        spans = {(s[1].start or 0, s[1].stop or self.slot_size) for s in self.sharding.addressable_devices_indices_map(shape).values()}
+        spans = {
+            (s[1].start or 0, s[1].stop or self.slot_size)
+            for s in self.sharding.addressable_devices_indices_map(shape).values()
+        }
         start, stop = min(a for a, _ in spans), max(b for _, b in spans)
         assert sum(b - a for a, b in spans) == stop - start, f"rows of this process are not contiguous: {sorted(spans)}"
         return start, stop
@@ -83,7 +86,10 @@ class WorkerLayout(BatchLayout):
         return [{k: put(x) for k, x in slot.items()} for slot in slots]
 
     def abstract(self, example: Batch) -> list[dict[str, jax.ShapeDtypeStruct]]:
-        shapes = {k: jax.ShapeDtypeStruct(self._slot_shape(x.shape[1:]), x.dtype, sharding=self.slot_sharding) for k, x in example.items()}
+        shapes = {
+            k: jax.ShapeDtypeStruct(self._slot_shape(x.shape[1:]), x.dtype, sharding=self.slot_sharding)
+            for k, x in example.items()
+        }
         return [shapes] * self.num_slots
 
     @property
@@ -111,7 +117,9 @@ class Prefetcher:
     `copy`.
     """
 
-    def __init__(self, make: Callable[[int], object], first: int, depth: int, copy: Callable[[object], object] = lambda made: made):
+    def __init__(
+        self, make: Callable[[int], object], first: int, depth: int, copy: Callable[[object], object] = lambda made: made
+    ):
         self._queue: queue.Queue = queue.Queue(depth)
         self._stop = threading.Event()
         self._failed: BaseException | None = None

@@ -92,7 +92,11 @@ def count_examples(config: RunConfig) -> int | None:
     from sharder.data.corpus import open_corpus
 
     corpus = open_corpus(data)
-    if data.tokenizer is not None or corpus.has_parquet or sum(getattr(s, "num_bytes", 0) for s in corpus.sources) > COUNTED_BYTES:
+    if (
+        data.tokenizer is not None
+        or corpus.has_parquet
+        or sum(getattr(s, "num_bytes", 0) for s in corpus.sources) > COUNTED_BYTES
+    ):
         return None
     training, _ = corpus.split(data.validation_split, data.validation_fraction)
     return training.count_windows(training.num_bytes, "bytes", data.seq_len)

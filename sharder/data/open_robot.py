@@ -35,7 +35,9 @@ def open_robot(config: RunConfig) -> tuple[RobotDataset | Mixture, RobotDataset 
             f"--data.path is {data.path}, but the recipe has a mixture of {len(data.mixture)} datasets: give one of them."
         )
     shapes = Shapes(model.cameras, tuple(model.image_size), model.action_dim, model.action_horizon)
-    prompts = PromptEncoder(open_prompt_tokenizer(data.tokenizer, model.vocab_size), model.variant == "pi05", model.max_prompt_len, model.vocab_size)
+    prompts = PromptEncoder(
+        open_prompt_tokenizer(data.tokenizer, model.vocab_size), model.variant == "pi05", model.max_prompt_len, model.vocab_size
+    )
     workers = default_workers() if data.workers is None else data.workers
     pictures = Pictures(shapes.height_width, workers, data.cache_mb << 20)
     parts = data.mixture or (MixturePart(data.path, source=data.source, robot=config.robot),)

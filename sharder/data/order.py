@@ -34,7 +34,11 @@ class Order:
 
     def __post_init__(self):
         if self.num_examples < self.global_batch_size:
-            lower = f"lower --train.global-batch-size to {self.num_examples} or less, or --data.seq-len, or " if self.num_examples else ""
+            lower = (
+                f"lower --train.global-batch-size to {self.num_examples} or less, or --data.seq-len, or "
+                if self.num_examples
+                else ""
+            )
             raise UserError(
                 f"the dataset has {self.num_examples} examples, less than one batch of {self.global_batch_size}: {lower}give more data."
             )

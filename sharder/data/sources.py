@@ -193,8 +193,14 @@ def _find_files(path: str) -> list[str]:
         missing = f"--data.path {path} matches no file (looked in {os.getcwd()}). Mend the pattern; in a shell, quote it."
     elif os.path.lexists(root):
         found = []
-        what = f"a link to {os.readlink(root)}, which does not exist" if os.path.islink(root) and not os.path.exists(root) else "a device or a pipe"
-        missing = f"--data.path {path} is {what}. Give a file that can be read at any place, since examples are read in any order."
+        what = (
+            f"a link to {os.readlink(root)}, which does not exist"
+            if os.path.islink(root) and not os.path.exists(root)
+            else "a device or a pipe"
+        )
+        missing = (
+            f"--data.path {path} is {what}. Give a file that can be read at any place, since examples are read in any order."
+        )
     else:
         found = []
         missing = (

@@ -20,7 +20,15 @@ class SyntheticRobot:
 
     def __init__(self, num_examples: int, model: Pi0Config, salt: int = 0):
         self.num_examples, self.model, self.salt = num_examples, model, salt
-        sizes = (model.variant, model.cameras, model.image_size, model.action_dim, model.action_horizon, model.max_prompt_len, model.vocab_size)
+        sizes = (
+            model.variant,
+            model.cameras,
+            model.image_size,
+            model.action_dim,
+            model.action_horizon,
+            model.max_prompt_len,
+            model.vocab_size,
+        )
         self.encode = PromptEncoder(ByteTokenizer(), model.variant == "pi05", model.max_prompt_len, model.vocab_size)
         self.fingerprint = describe("robot", num_examples, *sizes, salt)
 

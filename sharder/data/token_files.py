@@ -87,7 +87,9 @@ def encode_split(split: Split, tokenizer: Tokenizer, cache: str | None) -> Token
             "Choose another folder with --data.token-cache."
         ) from None
     if files is None:
-        raise UserError(f"Token files in {folder} are not what was just written: is the disk damaged? Choose another --data.token-cache.")
+        raise UserError(
+            f"Token files in {folder} are not what was just written: is the disk damaged? Choose another --data.token-cache."
+        )
     return files
 
 

@@ -115,7 +115,11 @@ class Attribution:
         products = [(i, flops, "matrix product") for i, types in members if (flops := product_flops(i, types))]
         if products:
             return products
-        moving = [(i, bytes_touched(i, types), kind_of(i.opcode)) for i, types in members if kind_of(i.opcode) not in ("free", "control")]
+        moving = [
+            (i, bytes_touched(i, types), kind_of(i.opcode))
+            for i, types in members
+            if kind_of(i.opcode) not in ("free", "control")
+        ]
         if sum(weight for _, weight, _ in moving) > 0:
             return moving
         # Nothing but zeros or indices that are written out, or a kernel of which nothing is known.
@@ -139,7 +143,12 @@ class Attribution:
     def _part(self, member: Instruction, kind: str, whole: Instruction) -> Part:
         if kind == "collective":
             name = member.name if member.name in self.axes else whole.name
-            return Part(f"collectives {self.axes.get(name, '?')}", kind, "/".join(scopes_of(member.op_name or "")), pass_of(member.op_name or ""))
+            return Part(
+                f"collectives {self.axes.get(name, '?')}",
+                kind,
+                "/".join(scopes_of(member.op_name or "")),
+                pass_of(member.op_name or ""),
+            )
         op_name = self._source(member, whole, kind)
         if op_name is not None:
             scopes = scopes_of(op_name)

@@ -135,9 +135,14 @@ def warnings(plan: Plan, purposes: list[Purpose]) -> list[str]:
     for p in purposes:
         if not p.exceeds:
             continue
-        ratio = f"{p.received_bytes / p.bound_bytes:.2f} x the bound of {mib(p.bound_bytes)}" if p.bound_bytes else "where the layout needs nothing"
+        ratio = (
+            f"{p.received_bytes / p.bound_bytes:.2f} x the bound of {mib(p.bound_bytes)}"
+            if p.bound_bytes
+            else "where the layout needs nothing"
+        )
         named = "; ".join(
-            f"{c.kind} %{c.name} over {'+'.join(c.axes)}, {c.executions} x {mib(c.bytes_each)}, in {c.scope}" for c in suspects(p)
+            f"{c.kind} %{c.name} over {'+'.join(c.axes)}, {c.executions} x {mib(c.bytes_each)}, in {c.scope}"
+            for c in suspects(p)
         )
         line = f"{p.name}: {mib(p.received_bytes)} per step, {ratio}: {named}"
         if p.name == REDUCE and whole_sums(plan, p):
@@ -161,4 +166,3 @@ def whole_sums(plan: Plan, reduce: Purpose) -> bool:
 
 def mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
-

@@ -44,7 +44,9 @@ ACCELERATORS: dict[str, Accelerator] = {
     for a in (
         Accelerator("a100", ("NVIDIA A100-SXM4-80GB",), {"bfloat16": 312e12}, 85_100_068_864, 2.039e12, 300e9, 25e9),
         Accelerator("h100", ("NVIDIA H100 80GB HBM3",), {"bfloat16": 989.4e12}, 84_942_979_072, 3.35e12, 450e9, 50e9),
-        Accelerator("h200", ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"), {"bfloat16": 989.4e12}, 151_397_597_184, 4.8e12, 450e9, 50e9),
+        Accelerator(
+            "h200", ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"), {"bfloat16": 989.4e12}, 151_397_597_184, 4.8e12, 450e9, 50e9
+        ),
         Accelerator("b200", ("NVIDIA B200",), {"bfloat16": 2250e12}, 191_514_411_008, 8e12, 900e9, 50e9),
         Accelerator("v4", ("TPU v4",), {"bfloat16": 275e12}, 32 * GIB, 1.228e12, 300e9, None),
         Accelerator("v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197e12}, 16 * GIB, 0.819e12, 200e9, None),

@@ -160,7 +160,9 @@ def executions(program: Program) -> tuple[dict[str, int], list[str]]:
 
 def replica_groups(rest: str, num_devices: int) -> np.ndarray | None:
     """Devices that a collective joins, (groups, members); None where the attributes name none."""
-    mesh = re.search(r"replica_groups=(?:@?[\w.\-]*)mesh\[([^\]]*)\](?:,? ?device_ids=\(?\[([^\]]*)\](T\([^)]*\))?\)?)? ?\{([^}]*)\}", rest)
+    mesh = re.search(
+        r"replica_groups=(?:@?[\w.\-]*)mesh\[([^\]]*)\](?:,? ?device_ids=\(?\[([^\]]*)\](T\([^)]*\))?\)?)? ?\{([^}]*)\}", rest
+    )
     if mesh:
         return _mesh_groups(*mesh.groups())
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)

@@ -26,8 +26,30 @@ STORES = {
 }  # fmt: skip
 PRODUCTS = {"dot_general", "conv_general_dilated", "scan", "while", "cond"}
 REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce", "argmax", "argmin"}
-VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "optimization_barrier", "alias_weights", "stop_gradient"}
-INLINED = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+VIEWS = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "copy",
+    "sharding_constraint",
+    "optimization_barrier",
+    "alias_weights",
+    "stop_gradient",
+}
+INLINED = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "checkpoint",
+    "remat",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_lin",
+}
 MARKERS = ("gather_weights", "cast_weights", "alias_weights", "scatter_gradients")
 """Names of jitted functions that stand for what a layout does to a weight."""
 

@@ -72,7 +72,9 @@ class Compiled:
 def memory_of(step: Step) -> Memory:
     if step.num_microbatches:
         lean = step.config.parallel.exact_memory == "lean"
-        return estimate_exact_memory(step.declared, step.plan, step.state, step.batch, step.num_slots, step.num_microbatches, lean)
+        return estimate_exact_memory(
+            step.declared, step.plan, step.state, step.batch, step.num_slots, step.num_microbatches, lean
+        )
     return estimate_memory(step.declared, step.plan, step.state, step.batch, step.num_slots)
 
 
@@ -92,10 +94,14 @@ def predict_step(step: Step, accelerator: Accelerator | None, devices_per_host: 
     return Prediction(step, memory, bounds, work, time)
 
 
-def read_compiled(prediction: Prediction, compiled: jax.stages.Compiled, hosts: Sequence[int], accelerator: Accelerator | None) -> Compiled:
+def read_compiled(
+    prediction: Prediction, compiled: jax.stages.Compiled, hosts: Sequence[int], accelerator: Accelerator | None
+) -> Compiled:
     """`hosts`: number of the host of each device, in mesh order."""
     mesh = {axis: prediction.step.plan.mesh.size(axis) for axis in AXES}
-    return _compare(prediction, read_traffic(compiled.as_text(), mesh, hosts), purpose, hosts, accelerator, compiled_bytes(compiled))
+    return _compare(
+        prediction, read_traffic(compiled.as_text(), mesh, hosts), purpose, hosts, accelerator, compiled_bytes(compiled)
+    )
 
 
 def read_exact(prediction: Prediction, programs: Programs, hosts: Sequence[int], accelerator: Accelerator | None) -> Compiled:
@@ -104,7 +110,9 @@ def read_exact(prediction: Prediction, programs: Programs, hosts: Sequence[int],
     return _compare(prediction, traffic, purpose_in_exact_mode, hosts, accelerator, None)
 
 
-def _compare(prediction: Prediction, traffic: Traffic, purpose: Callable[[Collective], str], hosts, accelerator, total_bytes) -> Compiled:
+def _compare(
+    prediction: Prediction, traffic: Traffic, purpose: Callable[[Collective], str], hosts, accelerator, total_bytes
+) -> Compiled:
     plan = prediction.step.plan
     purposes = compare(traffic, prediction.bounds, plan.mesh, list(hosts).count(hosts[0]), purpose)
     time = predict(prediction.work, traffic.inside_bytes, traffic.across_bytes, accelerator) if accelerator else None
@@ -186,7 +194,9 @@ def fewest_devices(config: RunConfig, build: Build, num_hosts: int, per_host: in
     return None
 
 
-def fastest(config: RunConfig, build: Build, num_hosts: int, per_host: int, accelerator: Accelerator, count: int = 3) -> list[Found]:
+def fastest(
+    config: RunConfig, build: Build, num_hosts: int, per_host: int, accelerator: Accelerator, count: int = 3
+) -> list[Found]:
     """Of what fits on the whole machine, the fastest by prediction."""
     return _fitting(config, build, num_hosts, per_host, accelerator)[:count]
 
@@ -199,7 +209,10 @@ def _fitting(config: RunConfig, build: Build, num_hosts: int, per_host: int, acc
             if micro is None:
                 continue
             share = step.microbatch_size * step.num_slots
-            step, text = replace(step, microbatch_size=micro, num_slots=share // micro), f"{text} --train.microbatch-size {micro}"
+            step, text = (
+                replace(step, microbatch_size=micro, num_slots=share // micro),
+                f"{text} --train.microbatch-size {micro}",
+            )
         prediction = predict_step(step, accelerator, per_host)
         if prediction.memory.total <= accelerator.memory_bytes:
             found.append(Found(text, num_hosts * per_host, num_hosts, prediction))

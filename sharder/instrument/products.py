@@ -56,7 +56,9 @@ def _weights(module: str, num_params: int, num_tokens: int, **more) -> Product:
 
 def _scores(num_layers: int, num_queries: int, num_keys: int, heads: int, head_dim: int, seen: float, again: float) -> Product:
     """Queries with keys, and weights with values: the full rectangle, as it is computed."""
-    return Product("attention scores", 4.0 * num_layers * num_queries * num_keys * heads * head_dim, 0, num_queries, 2, again, seen)
+    return Product(
+        "attention scores", 4.0 * num_layers * num_queries * num_keys * heads * head_dim, 0, num_queries, 2, again, seen
+    )
 
 
 def _repeats(remat: str) -> int:
@@ -97,7 +99,10 @@ def _pi0(model: Pi0Config, seq_len: int) -> tuple[list[Product], int]:
     tokens, is_frozen = prefix + suffix, PRESETS[model.freeze]
     found = _vision(model, patches, num_images, trained=not is_frozen("vision/blocks/query"))
     found.append(Product("embedding", 0.0, model.vocab_size * model.backbone.embed_dim, model.max_prompt_len, 0))
-    sees = {"backbone": prefix / tokens, "action": ((prefix + 1 if pi0 else 0) + model.action_horizon * tokens) / (suffix * tokens)}
+    sees = {
+        "backbone": prefix / tokens,
+        "action": ((prefix + 1 if pi0 else 0) + model.action_horizon * tokens) / (suffix * tokens),
+    }
     for name, expert, count in (("backbone", model.backbone, prefix), ("action", model.action_expert, suffix)):
         found += _expert(model, name, expert, count, tokens, sees[name], is_frozen)
     return found + _projections(model, suffix, is_frozen), tokens
@@ -157,7 +162,10 @@ def _projections(model: Pi0Config, suffix: int, is_frozen: Callable[[str], bool]
     found = [_weights("action in", A * D, T, gradients=int(trained))]
     if model.variant == "pi0":
         found.append(_weights("state", A * D, 1, gradients=int(trained)))
-        found += [_weights("time in", 2 * D * D, T, gradients=2 * trained), _weights("time out", D * D, T, gradients=2 * trained)]
+        found += [
+            _weights("time in", 2 * D * D, T, gradients=2 * trained),
+            _weights("time out", D * D, T, gradients=2 * trained),
+        ]
     else:
         found += [_weights("time in", D * D, 1, gradients=int(trained)), _weights("time out", D * D, 1, gradients=2 * trained)]
     return [*found, _weights("action out", D * A, T, gradients=1 + trained)]

@@ -127,7 +127,10 @@ def describe(m: Measured, console: Console, run_dir: Path | None) -> None:
     console.print(_flops_table(found))
     console.print(_roofline_table(found))
     if run_dir is not None:
-        console.print(f"{run_dir}/profile: profile.json, and the trace for TensorBoard or xprof; sharder report {run_dir} draws it", highlight=False)
+        console.print(
+            f"{run_dir}/profile: profile.json, and the trace for TensorBoard or xprof; sharder report {run_dir} draws it",
+            highlight=False,
+        )
 
 
 def _shares_table(title: str, shares: dict[str, float], step_time_s: float) -> Table:
@@ -180,5 +183,7 @@ def _roofline_table(found: dict) -> Table:
             "compute" if r["intensity"] > ridge else "bandwidth", f"{attainable / 1e9:.1f}",
             "-" if achieved is None else f"{achieved / 1e9:.1f}", share,
         )  # fmt: skip
-    table.caption = f"ridge at {ridge:.1f} FLOP/byte; bandwidth {found['memory_bytes_per_s'] / 1e9:.1f} GB/s, {found['memory_source']}"
+    table.caption = (
+        f"ridge at {ridge:.1f} FLOP/byte; bandwidth {found['memory_bytes_per_s'] / 1e9:.1f} GB/s, {found['memory_source']}"
+    )
     return table

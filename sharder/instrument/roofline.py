@@ -51,7 +51,9 @@ def product_flops(e: Equation) -> float:
     return 2.0 * math.prod(e.outputs[0].aval.shape) * math.prod(left[i] for i in contracted)
 
 
-def count_work(share: ClosedJaxpr, num_slots: int, update_bytes: int, accelerator: Accelerator | None, compute_dtype: str) -> Work:
+def count_work(
+    share: ClosedJaxpr, num_slots: int, update_bytes: int, accelerator: Accelerator | None, compute_dtype: str
+) -> Work:
     """`share`: one slot's share of a device; `update_bytes`: what the update reads and writes."""
     peak = accelerator.peak_flops.get(compute_dtype) if accelerator else None
     bandwidth = accelerator.memory_bytes_per_s if accelerator else None
@@ -66,7 +68,13 @@ def _count(jaxpr: Jaxpr, peak: float, bandwidth: float) -> tuple[float, float, f
     flops = moved = seconds = 0.0
     for e in flat(jaxpr)[0]:
         if e.name in ("scan", "while", "cond"):
-            body = e.params["jaxpr"] if e.name == "scan" else e.params["body_jaxpr"] if e.name == "while" else e.params["branches"][-1]
+            body = (
+                e.params["jaxpr"]
+                if e.name == "scan"
+                else e.params["body_jaxpr"]
+                if e.name == "while"
+                else e.params["branches"][-1]
+            )
             inner = _count(body.jaxpr, peak, bandwidth)
             times = e.params.get("length", 1)
             flops, moved, seconds = flops + times * inner[0], moved + times * inner[1], seconds + times * inner[2]

@@ -5,7 +5,13 @@ A name is a path of named scopes, with what jax did to the code around them: `ji
 
 import re
 
-OUTER = {"vision": "vision", "augment": "vision", "action": "action expert", "suffix": "action expert", "action_out": "action expert"}
+OUTER = {
+    "vision": "vision",
+    "augment": "vision",
+    "action": "action expert",
+    "suffix": "action expert",
+    "action_out": "action expert",
+}
 """Scopes that claim everything inside them, attention too."""
 INNER = {
     "attention": "attention", "mlp": "feed-forward", "embed": "embedding", "head": "loss", "loss": "loss", "optimizer": "optimizer",

@@ -35,7 +35,13 @@ class LocalLayout:
             leaf = self.plan.leaves["/".join((name, *(str(k.key) for k in path)))]
             drop = len(leaf.decl.shape) - p.ndim
             whole = local_shape(leaf, self.plan, "compute")[drop:]
-            how = "gather_weights" if leaf.divided and self.gathers else "cast_weights" if dtype != leaf.decl.dtype else "alias_weights"
+            how = (
+                "gather_weights"
+                if leaf.divided and self.gathers
+                else "cast_weights"
+                if dtype != leaf.decl.dtype
+                else "alias_weights"
+            )
             return _transfer(how, whole, dtype, p)
 
         return jax.tree.map_with_path(one, params)
@@ -80,7 +86,9 @@ def _transfer(how: str, shape: tuple[int, ...], dtype: str, p: jax.Array) -> jax
     return fetch(p)
 
 
-def trace_share(declared: Declared, plan: Plan, batch: Mapping[str, jax.ShapeDtypeStruct], gradient: Layout, gathers: bool = True) -> ClosedJaxpr:
+def trace_share(
+    declared: Declared, plan: Plan, batch: Mapping[str, jax.ShapeDtypeStruct], gradient: Layout, gathers: bool = True
+) -> ClosedJaxpr:
     """Loss and gradients of one accumulation slot on one device.
 
     `batch`: of one replica, (microbatch_size, ...). `gradient`: the layout in which gradients leave a block. `gathers`: blocks

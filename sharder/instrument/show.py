@@ -65,7 +65,9 @@ def bounds_table(compiled: Compiled) -> Table:
     for p in compiled.purposes:
         if p.bound_bytes or p.received_bytes:
             ratio = f"{p.received_bytes / p.bound_bytes:.3f}" if p.bound_bytes else "-"
-            table.add_row(p.name, *map(_mib, (p.bound_bytes, p.received_bytes)), ratio, *map(_mib, (p.across_bound_bytes, p.across_bytes)))
+            table.add_row(
+                p.name, *map(_mib, (p.bound_bytes, p.received_bytes)), ratio, *map(_mib, (p.across_bound_bytes, p.across_bytes))
+            )
     return table
 
 
@@ -122,7 +124,8 @@ def to_json(prediction: Prediction, compiled: Compiled | None) -> dict:
             "received_bytes": compiled.traffic.received_bytes,
             "across_bytes": compiled.traffic.across_bytes,
             "collectives": [
-                {f.name: getattr(c, f.name) for f in fields(c)} | {"payload_bytes": c.payload_bytes} for c in compiled.traffic.collectives
+                {f.name: getattr(c, f.name) for f in fields(c)} | {"payload_bytes": c.payload_bytes}
+                for c in compiled.traffic.collectives
             ],
         }
         found["bounds"] = {

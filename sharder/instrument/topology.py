@@ -77,9 +77,13 @@ def require_compiler(topology: Topology) -> None:
     """Raises UserError, with the line that installs it, where the compiler for this machine is missing."""
     if topology.accelerator.is_tpu:
         if not util.find_spec("libtpu"):
-            raise UserError(f"--topology {topology}: compiling for TPU needs libtpu, but no TPU: pip install 'sharder-jax[plan-tpu]'")
+            raise UserError(
+                f"--topology {topology}: compiling for TPU needs libtpu, but no TPU: pip install 'sharder-jax[plan-tpu]'"
+            )
     elif not util.find_spec("jax_plugins") or not any(util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
-        raise UserError(f"--topology {topology}: compiling for CUDA needs its plugin, but no driver: pip install 'sharder-jax[plan-cuda]'")
+        raise UserError(
+            f"--topology {topology}: compiling for CUDA needs its plugin, but no driver: pip install 'sharder-jax[plan-cuda]'"
+        )
 
 
 def hosts(topology: Topology, devices: list[jax.Device]) -> list[int]:
@@ -114,7 +118,9 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
         with quiet_stderr():
             return list(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
     except Exception as error:  # jax raises errors of the backend's own
-        raise UserError(f"--topology {name}: libtpu {metadata.version('libtpu')} refuses it: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"--topology {name}: libtpu {metadata.version('libtpu')} refuses it: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def compile_options(topology: Topology) -> dict[str, bool | str]:
@@ -148,7 +154,9 @@ def memory_errors() -> Iterator[None]:
         message = str(error)
         if "RESOURCE_EXHAUSTED" not in message:
             raise
-        found = re.search(r"(?:[Uu]sed|total memory required[^(]*\()\s*([\d.]+[KMG]) ?(?:of|\) exceeds[^(]*\()\s*([\d.]+[KMG])", message)
+        found = re.search(
+            r"(?:[Uu]sed|total memory required[^(]*\()\s*([\d.]+[KMG]) ?(?:of|\) exceeds[^(]*\()\s*([\d.]+[KMG])", message
+        )
         numbers = f"it needs {found.group(1)} and there are {found.group(2)}" if found else message.splitlines()[0]
         raise UserError(f"the step does not fit: {numbers}. --find says what would.") from error
 

@@ -75,9 +75,13 @@ def read(path: Path) -> Trace:
                     elif not event.name.startswith("end: "):
                         events += _operation(plane.name, line.name, event)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a trace: {str(error).splitlines()[0]}. Record it again with sharder profile.") from None
+        raise UserError(
+            f"{path} cannot be read as a trace: {str(error).splitlines()[0]}. Record it again with sharder profile."
+        ) from None
     if not events or not steps:
-        raise UserError(f"{path} holds {len(steps)} steps and {len(events)} operations of devices: it is no trace of sharder profile.")
+        raise UserError(
+            f"{path} holds {len(steps)} steps and {len(events)} operations of devices: it is no trace of sharder profile."
+        )
     return Trace(events, sorted(steps))
 
 
@@ -115,7 +119,9 @@ def clip(events: Iterable[Event], windows: list[tuple[float, float]]) -> list[Ev
     return found
 
 
-def exposed_share(trace: Trace, is_collective: Callable[[str, str], bool], is_container: Callable[[str, str], bool]) -> float | None:
+def exposed_share(
+    trace: Trace, is_collective: Callable[[str, str], bool], is_container: Callable[[str, str], bool]
+) -> float | None:
     """Of the time in which collectives run, the share in which nothing else of their device does; None without collectives."""
     alone = whole = 0.0
     for device in {e.device for e in trace.events}:

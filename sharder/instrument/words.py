@@ -14,7 +14,9 @@ def sentences(found: dict) -> list[str]:
         f"coverage {found['coverage']:.1%}: summed device time / blocked step, the least of {len(found['coverage_by_device'])} device(s)",
     ]
     if found["coverage"] < LEAST_COVERAGE:
-        lines.append(f"WARNING: coverage below {LEAST_COVERAGE:.0%}: the trace misses part of the step, and the shares above hold only for the rest")
+        lines.append(
+            f"WARNING: coverage below {LEAST_COVERAGE:.0%}: the trace misses part of the step, and the shares above hold only for the rest"
+        )
     if devices["platform"] == "cpu" and devices["count"] > 1:
         lines.append("simulated devices share the cores of one host: their times say nothing about speed-up")
     bound = found["verdict"]
@@ -36,7 +38,9 @@ def sentences(found: dict) -> list[str]:
     collectives = found["collectives"]["seconds_by_process"]
     if len(collectives) > 1:
         waits = ", ".join(f"{i}: {s * 1e3:.1f}" for i, s in enumerate(found["collectives"]["waiting_s"]))
-        lines.append(f"collectives contain waiting: {min(collectives) * 1e3:.1f} ms in the process that waits least; waiting beyond that, ms by process: {waits}")
+        lines.append(
+            f"collectives contain waiting: {min(collectives) * 1e3:.1f} ms in the process that waits least; waiting beyond that, ms by process: {waits}"
+        )
     elif any(name.startswith("collectives") for name in found["shares"]):
         lines.append("the time of collectives contains waiting for the other devices")
     exposed = found["collectives"].get("exposed_share")

@@ -135,7 +135,17 @@ def own_reference(run_dir: Path) -> Path:
 def train_reference(recipe: str, options: Options, run_dir: Path, rest: list[str], environment: dict[str, str]) -> Path:
     reference = own_reference(run_dir)
     devices = str(options.processes * options.devices_per_process)
-    command = [sys.executable, "-m", "sharder.launch.faults", "train", recipe, "--run-dir", str(reference), "--cluster.cpu-devices", devices]
+    command = [
+        sys.executable,
+        "-m",
+        "sharder.launch.faults",
+        "train",
+        recipe,
+        "--run-dir",
+        str(reference),
+        "--cluster.cpu-devices",
+        devices,
+    ]
     code = subprocess.run([*command, *rest], env=environment, stdout=subprocess.DEVNULL).returncode
     if code:
         raise UserError(f"the uninterrupted run ended with code {code}: {' '.join(command)}")
@@ -211,7 +221,9 @@ def wrong_culprits(planned: list[Fault], events: list[dict]) -> list[str]:
         named = ended and (ended.get("culprit") or {}).get("process")
         # All processes save and stop together after a SIGTERM: each is as good as the other.
         if named is None or (named != event["process"] and event["what"] != "SIGTERM"):
-            found.append(f"fault {event['number']} ({event['what']}, process {event['process']}) is laid at the door of process {named}")
+            found.append(
+                f"fault {event['number']} ({event['what']}, process {event['process']}) is laid at the door of process {named}"
+            )
     return found
 
 
@@ -223,7 +235,11 @@ def tell(planned: list[Fault], folder: Path, ledger: Ledger, deaths: int, wrong:
     for fault in planned:
         kinds[fault.kind] += fault.number in happened
     lost = ledger.wall_s - ledger.seconds["productive"] - ledger.seconds["stopped"]
-    print(f"{len(happened)} of {len(planned)} faults landed ({', '.join(f'{k} {n}' for k, n in kinds.items())}); supervisor killed {deaths} times")
+    print(
+        f"{len(happened)} of {len(planned)} faults landed ({', '.join(f'{k} {n}' for k, n in kinds.items())}); supervisor killed {deaths} times"
+    )
     print(f"{lost / max(len(happened), 1):.2f} s lost for each fault; goodput {100 * ledger.goodput:.1f} %")
     print("\n".join(f"wrong: {w}" for w in wrong) or f"every step has the fingerprint of the uninterrupted run{examples}")
-    (folder / "result.json").write_text(json.dumps({"landed": len(happened), "planned": len(planned), "wrong": wrong, "goodput": ledger.goodput}))
+    (folder / "result.json").write_text(
+        json.dumps({"landed": len(happened), "planned": len(planned), "wrong": wrong, "goodput": ledger.goodput})
+    )

@@ -64,7 +64,9 @@ def launch(arguments: list[str]) -> int:
         limits = Limits(startup_limit_s, step_limit_s)
         return Options(processes, min_processes, max_restarts, limits, spares), devices_per_process, engine, elsewhere
 
-    options, devices, engine, elsewhere = tyro.cli(command, args=own, prog="sharder launch", description=f"{launch.__doc__} {USAGE}")
+    options, devices, engine, elsewhere = tyro.cli(
+        command, args=own, prog="sharder launch", description=f"{launch.__doc__} {USAGE}"
+    )
     if not inner:
         raise UserError(f"there is nothing to launch. Usage: {USAGE}")
     if devices is not None:
@@ -80,7 +82,9 @@ def launch_elsewhere(engine: str, inner: list[str], supervised, options: Elsewhe
     """Raises UserError for a command that could not be resumed."""
     run_dir = run_dir_of(inner)
     if run_dir is None:
-        raise UserError(f"--engine {engine} starts what ends again: give the command a --run-dir, on a disk that all hosts share.")
+        raise UserError(
+            f"--engine {engine} starts what ends again: give the command a --run-dir, on a disk that all hosts share."
+        )
     hosts = supervised.processes
     if engine == "ray":
         from sharder.launch import ray_engine
@@ -90,7 +94,13 @@ def launch_elsewhere(engine: str, inner: list[str], supervised, options: Elsewhe
         return slurm.launch(slurm.Job(hosts, tuple(inner), run_dir, options.time_limit, options.grace_s), options.submit)
     accelerators = (("nvidia.com/gpu", options.gpus),) if options.gpus else ()
     job = jobset.Job(
-        hosts, tuple(inner), run_dir, options.image, max_restarts=supervised.max_restarts, grace_s=options.grace_s, accelerators=accelerators
+        hosts,
+        tuple(inner),
+        run_dir,
+        options.image,
+        max_restarts=supervised.max_restarts,
+        grace_s=options.grace_s,
+        accelerators=accelerators,
     )
     return jobset.launch(job, options.submit)
 

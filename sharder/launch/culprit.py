@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from sharder.heartbeat import Beat, PHASES
+from sharder.heartbeat import PHASES, Beat
 from sharder.stop import PREEMPTED
 
 

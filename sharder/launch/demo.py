@@ -76,7 +76,11 @@ class Show:
                 signalled(victim, signal.SIGSTOP)
             case "corrupt":
                 path = corrupt_newest(self.run)
-                told = "no checkpoint to corrupt yet" if path is None else f"a byte flipped in {path.relative_to(self.run)}, process killed"
+                told = (
+                    "no checkpoint to corrupt yet"
+                    if path is None
+                    else f"a byte flipped in {path.relative_to(self.run)}, process killed"
+                )
                 signalled(victim, signal.SIGKILL)
             case "lose":
                 told = "process 1 lost for good: its room is gone"
@@ -108,7 +112,9 @@ def begin(folder: Path) -> Show:
     log = folder / "launch.log"
     with open(log, "wb") as output:
         train = ("train", "tiny_lm", *OPTIONS)
-        supervised = subprocess.Popen(sharder(*LAUNCH, *train, "--run-dir", str(folder / "supervised")), stdout=output, stderr=output)
+        supervised = subprocess.Popen(
+            sharder(*LAUNCH, *train, "--run-dir", str(folder / "supervised")), stdout=output, stderr=output
+        )
         with open(folder / "alone.log", "wb") as other:
             command = sharder(*train, "--cluster.cpu-devices", "2", "--run-dir", str(folder / "alone"))
             alone = subprocess.Popen(command, stdout=other, stderr=other)
@@ -122,11 +128,23 @@ def records(run: Path) -> dict[int, dict]:
 def picture(show: Show, interactive: bool) -> Group:
     """The last steps of both runs, and what was done."""
     ours, theirs = records(show.run), records(show.reference)
-    table = Table("step", "loss", "fingerprint", "attempt", "alone: loss", "fingerprint", "", title="2 processes with faults, and 1 without")
+    table = Table(
+        "step",
+        "loss",
+        "fingerprint",
+        "attempt",
+        "alone: loss",
+        "fingerprint",
+        "",
+        title="2 processes with faults, and 1 without",
+    )
     for step in sorted(ours.keys() | theirs.keys())[-12:]:
         a, b = ours.get(step), theirs.get(step)
         same = "" if a is None or b is None else "same" if a["fingerprint"] == b["fingerprint"] else "DIFFERENT"
-        cells = [*((a["loss_hex"], a["fingerprint"], str(a["attempt"])) if a else ("",) * 3), *((b["loss_hex"], b["fingerprint"]) if b else ("",) * 2)]
+        cells = [
+            *((a["loss_hex"], a["fingerprint"], str(a["attempt"])) if a else ("",) * 3),
+            *((b["loss_hex"], b["fingerprint"]) if b else ("",) * 2),
+        ]
         table.add_row(str(step), *cells, same)
     keys = ["k kill, s stop, c corrupt the newest checkpoint, q quit"] if interactive else []
     return Group(table, *show.done, *keys)
@@ -161,7 +179,12 @@ def play(show: Show, console: Console, scripted: bool) -> bool:
     """Until both runs have ended; False where the user quit."""
     interactive = sys.stdin.isatty() and console.is_terminal and not scripted
     script, told = dict(SCRIPT), 0
-    with keys(interactive), Live(picture(show, interactive), console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext() as live:
+    with (
+        keys(interactive),
+        Live(picture(show, interactive), console=console, refresh_per_second=4)
+        if console.is_terminal
+        else contextlib.nullcontext() as live,
+    ):
         while show.running():
             what = pressed(0.2, interactive)
             if what == "quit":
@@ -189,7 +212,9 @@ def run_demo(folder: Path, scripted: bool = False) -> int:
     """Runs everything in `folder`; 0 where the two runs are identical, else 1. Raises UserError for a foreign folder."""
     console, started = Console(), time.monotonic()
     show = begin(folder)
-    console.print(f"tiny_lm, {STEPS} steps in exact mode: 2 processes under the supervisor, and the same in 1; output in {folder}/*.log")
+    console.print(
+        f"tiny_lm, {STEPS} steps in exact mode: 2 processes under the supervisor, and the same in 1; output in {folder}/*.log"
+    )
     try:
         if not play(show, console, scripted):
             console.print("quit.")
@@ -205,7 +230,9 @@ def run_demo(folder: Path, scripted: bool = False) -> int:
     result = compare(show.reference, show.run)
     console.print(describe_ledger(read_ledger(show.run)), markup=False)
     verdict = f"identical through step {result.last_step}" if result.identical else describe(result)
-    console.print(f"{verdict}: {result.num_compared} steps of two real runs; {time.monotonic() - started:.0f} s in all, runs in {folder}")
+    console.print(
+        f"{verdict}: {result.num_compared} steps of two real runs; {time.monotonic() - started:.0f} s in all, runs in {folder}"
+    )
     return 0 if result.identical and result.last_step == STEPS else 1
 
 

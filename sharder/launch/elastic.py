@@ -1,12 +1,12 @@
 """What to do after an attempt has ended, or when the machine's capacity has changed: a pure function of events.
 
-    failed            start again, at once after progress, else after 1, 2, 4 ... 60 s and a little more by chance
-    failed as before  an exception with the same words in the same step would come a third time: give up, and name it
-    failed twice, by the same process, without progress
-                      go on without it, with the largest world that is allowed; try the whole one again after a while
-    capacity changed  save, and go on with the largest world that there is room for
-    done, stopped, the user's to mend, too many restarts
-                      finish
+failed            start again, at once after progress, else after 1, 2, 4 ... 60 s and a little more by chance
+failed as before  an exception with the same words in the same step would come a third time: give up, and name it
+failed twice, by the same process, without progress
+                  go on without it, with the largest world that is allowed; try the whole one again after a while
+capacity changed  save, and go on with the largest world that there is room for
+done, stopped, the user's to mend, too many restarts
+                  finish
 """
 
 import re
@@ -100,7 +100,9 @@ def begin(policy: Policy, capacity: int) -> tuple[State, Start]:
     """Raises UserError where there is no room for the smallest world."""
     world = largest(policy.worlds, capacity)
     if world is None:
-        raise UserError(f"there is room for {capacity} processes, but the run needs at least {policy.worlds[0]} (--min-processes).")
+        raise UserError(
+            f"there is room for {capacity} processes, but the run needs at least {policy.worlds[0]} (--min-processes)."
+        )
     return State(world), Start(world, 0.0, "")
 
 
@@ -120,7 +122,9 @@ def after(policy: Policy, state: State, event: Ended, capacity: int, chance: flo
     if policy.max_restarts == 0:
         return state, Finish(event.code, "")
     if state.repeats >= REPEATS:
-        return state, Finish(1, f"the same error came {state.repeats} times in step {event.step}, so it would come again: {event.error}")
+        return state, Finish(
+            1, f"the same error came {state.repeats} times in step {event.step}, so it would come again: {event.error}"
+        )
     recent = tuple(t for t in state.restarts if event.time_s - t < policy.window_s)
     if len(recent) >= policy.max_restarts:
         return state, Finish(1, f"{len(recent)} restarts within {policy.window_s:.0f} s (--max-restarts {policy.max_restarts})")
@@ -190,4 +194,5 @@ def allowed_worlds(asked: int, smallest: int, devices_per_process: int, facts: d
         fixed = (parallel.get("data"), parallel.get("fsdp"))
         meshes = replicas % (fixed[1] or fixed[0] or 1) == 0 if None in fixed else fixed[0] * fixed[1] == replicas
         return rest == 0 and replicas > 0 and slices % replicas == 0 and batch % replicas == 0 and meshes
+
     return (*(n for n in candidates if fits(n)), asked)

@@ -125,7 +125,9 @@ class Driver:
         try:
             ray.init(address=self.address, logging_level="warning", log_to_driver=False)
         except ConnectionError as error:
-            raise UserError(f"there is no Ray cluster at {self.address!r} ({error}): start one with `ray start --head`.") from None
+            raise UserError(
+                f"there is no Ray cluster at {self.address!r} ({error}): start one with `ray start --head`."
+            ) from None
         try:
             return self._attempts()
         finally:
@@ -149,7 +151,11 @@ class Driver:
                 self.journal.write("closed", code=action.code, why=action.why or None)
                 print(f"giving up: {action.why}." if action.why else "", end="", file=sys.stderr, flush=True)
                 return action.code
-            print(f"starting again on {action.processes} host(s){f': {action.why}' if action.why else ''}.", file=sys.stderr, flush=True)
+            print(
+                f"starting again on {action.processes} host(s){f': {action.why}' if action.why else ''}.",
+                file=sys.stderr,
+                flush=True,
+            )
             time.sleep(action.delay_s)
 
     def _attempt(self, count: int, policy: elastic.Policy, state: elastic.State) -> elastic.Ended:

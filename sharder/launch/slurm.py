@@ -40,7 +40,9 @@ def script(job: Job) -> str:
     lines = ["#!/bin/sh", *(f"#SBATCH {heading}" for heading in headings)]
     # What a shell on each node reads, quoted once more for the shell of the script.
     inner = shlex.quote('JAX_PROCESS_ID="$SLURM_NODEID" exec ' + shlex.join(["sharder", *job.arguments]))
-    return "\n".join(lines) + f"""
+    return (
+        "\n".join(lines)
+        + f"""
 
 # Every node has one process; the first node's is process 0. A port of its own for every start of this job.
 export JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + (SLURM_JOB_ID + ${{SLURM_RESTART_COUNT:-0}}) % 20000))"
@@ -59,6 +61,7 @@ case $code in
 esac
 exit $code
 """
+    )
 
 
 def launch(job: Job, submit: bool) -> int:
@@ -68,5 +71,7 @@ def launch(job: Job, submit: bool) -> int:
         print(text, end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch on this machine: log in to one that submits to SLURM, or leave out --submit to see the script.")
+        raise UserError(
+            "there is no sbatch on this machine: log in to one that submits to SLURM, or leave out --submit to see the script."
+        )
     return subprocess.run(["sbatch"], input=text, text=True).returncode

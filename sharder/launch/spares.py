@@ -29,11 +29,16 @@ class Spares:
             environment = dict(os.environ) | {PARENT: self.mark}
             self._spares.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "sharder.launch.spares"], env=environment, stdin=subprocess.PIPE, start_new_session=True
+                    [sys.executable, "-m", "sharder.launch.spares"],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
                 )
             )
 
-    def take(self, module: str, arguments: list[str], environment: dict[str, str], log: Path, quiet: bool) -> subprocess.Popen | None:
+    def take(
+        self, module: str, arguments: list[str], environment: dict[str, str], log: Path, quiet: bool
+    ) -> subprocess.Popen | None:
         """A worker made of a spare, or None where there is none. `quiet`: its standard output goes to the log too."""
         while self._spares:
             spare = self._spares.pop(0)
@@ -65,6 +70,7 @@ def main() -> None:
     import orbax.checkpoint  # noqa: F401
 
     import sharder.train.loop  # noqa: F401
+
     line = sys.stdin.buffer.readline()
     if not line:
         os._exit(0)

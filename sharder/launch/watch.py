@@ -80,7 +80,9 @@ class Outcome:
 class Watch:
     """Of one attempt."""
 
-    def __init__(self, launch: Launch, workers: list[Worker], limits: Limits, tick: Callable[[Beat | None], None] = lambda beat: None):
+    def __init__(
+        self, launch: Launch, workers: list[Worker], limits: Limits, tick: Callable[[Beat | None], None] = lambda beat: None
+    ):
         """`tick` is called at every look, with the beat of process 0."""
         self.launch, self.workers, self.limits, self.tick = launch, workers, limits, tick
         self.deaths: list[Death] = []
@@ -131,7 +133,9 @@ class Watch:
         now = time.monotonic()
         beats = [(w, w.beat()) for w in self.workers if w.process.poll() is None]
         return [
-            Silent(w.index, beat, now - beat.time_s, self.limits.of(beat, self.pace), w.is_stopped()) for w, beat in beats if beat is not None
+            Silent(w.index, beat, now - beat.time_s, self.limits.of(beat, self.pace), w.is_stopped())
+            for w, beat in beats
+            if beat is not None
         ]
 
     def _stuck(self, silent: list[Silent]) -> Outcome:

@@ -67,7 +67,9 @@ class Declared:
     @property
     def trained(self) -> "Declared":
         """The same with trained parameters only: what the optimizer knows of."""
-        return dataclasses.replace(self, params={p: x for p, x in self.params.items() if p not in self.frozen}, frozen=frozenset())
+        return dataclasses.replace(
+            self, params={p: x for p, x in self.params.items() if p not in self.frozen}, frozen=frozenset()
+        )
 
     def only_trained(self, tree: dict) -> dict:
         """A tree of parameters without the frozen ones."""

@@ -101,7 +101,9 @@ class ExpertLayer(nnx.Module):
 class Expert(nnx.Module):
     """All layers of one expert, stacked, and its last norm."""
 
-    def __init__(self, expert: ExpertConfig, heads: tuple[int, int, int], num_layers: int, adaptive: bool, dtype: str, rngs: nnx.Rngs):
+    def __init__(
+        self, expert: ExpertConfig, heads: tuple[int, int, int], num_layers: int, adaptive: bool, dtype: str, rngs: nnx.Rngs
+    ):
         self.blocks = stack(lambda r: ExpertLayer(expert, heads, adaptive, dtype, r), num_layers, rngs)
         self.final_norm = RmsNorm(expert.embed_dim, adaptive, dtype, rngs)
 
@@ -111,14 +113,23 @@ def _add(x_BTD: jax.Array, y_BTD: jax.Array, gate: jax.Array | None) -> jax.Arra
 
 
 def layer(
-    experts: Mapping[str, ExpertLayer], xs: Streams, conditions: Streams, attend: Attend, positions_BT, mask_BTS, cache, layout: Layout
+    experts: Mapping[str, ExpertLayer],
+    xs: Streams,
+    conditions: Streams,
+    attend: Attend,
+    positions_BT,
+    mask_BTS,
+    cache,
+    layout: Layout,
 ) -> tuple[dict[str, jax.Array], Cache]:
     """One layer over the streams of the given experts, in their order, and its new keys and values (B, T, K, H)."""
     xs, new = attention(experts, xs, conditions, attend, positions_BT, mask_BTS, cache, layout)
     return feed_forward(experts, xs, conditions, layout), new
 
 
-def attention(experts, xs, conditions, attend: Attend, positions_BT, mask_BTS, cache, layout: Layout) -> tuple[dict[str, jax.Array], Cache]:
+def attention(
+    experts, xs, conditions, attend: Attend, positions_BT, mask_BTS, cache, layout: Layout
+) -> tuple[dict[str, jax.Array], Cache]:
     with jax.named_scope("attention"):
         gates, projected = {}, []
         # Not the order of `xs`: a scan hands dicts over sorted by key.

@@ -90,7 +90,9 @@ class Block(nnx.Module):
             k_BTKH = layout.activation(linear(y_BTD, self.k[...]), KV_HEADS)
             v_BTKH = layout.activation(linear(y_BTD, self.v[...]), KV_HEADS)
             y_BTNH, extra = attend(q_BTNH, k_BTKH, v_BTKH)
-            return layout.activation(x_BTD + linear(y_BTNH, self.attn_out[...], num_contracted=2), ("batch", "seq", "embed")), extra
+            return layout.activation(
+                x_BTD + linear(y_BTNH, self.attn_out[...], num_contracted=2), ("batch", "seq", "embed")
+            ), extra
 
     def feed_forward(self, x_BTD: jax.Array, keys_B: jax.Array | None, layout: Layout) -> jax.Array:
         with jax.named_scope("mlp"):

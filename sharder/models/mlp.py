@@ -28,7 +28,9 @@ class Mlp(nnx.Module):
     """Inputs (B, I) to outputs (B, O)."""
 
     axis_rules = AxisRules(
-        names=frozenset({"layers", "input", "hidden_in", "hidden", "output"}), tensor=(), storage=("hidden_in", "hidden", "output")
+        names=frozenset({"layers", "input", "hidden_in", "hidden", "output"}),
+        tensor=(),
+        storage=("hidden_in", "hidden", "output"),
     )
     undecayed_axes = frozenset()
     tokens_per_example = False

@@ -132,7 +132,8 @@ def by_source(config: Pi0Config) -> dict[str, dict[str, Source]]:
 def openpi_shapes(config: Pi0Config, ours: Shapes) -> dict[str, tuple[int, ...]]:
     """Shapes of openpi's tree for the shapes of our parameters."""
     return {
-        theirs: next(iter(parts.values())).layout(ours[next(iter(parts))], len(parts)) for theirs, parts in by_source(config).items()
+        theirs: next(iter(parts.values())).layout(ours[next(iter(parts))], len(parts))
+        for theirs, parts in by_source(config).items()
     }
 
 

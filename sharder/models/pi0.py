@@ -84,7 +84,9 @@ def draw_noise_and_time(keys_B: jax.Array, shape: tuple[int, int]) -> tuple[jax.
 def keys_of_content(actions_BTA: jax.Array) -> jax.Array:
     """One key for each example from the bits of its actions: the same noise wherever, whenever it is evaluated."""
     words = jax.lax.bitcast_convert_type(actions_BTA.astype(jnp.float32), jnp.uint32)
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), words.reshape(words.shape[0], -1).sum(1, dtype=jnp.uint32))
+    return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(0), words.reshape(words.shape[0], -1).sum(1, dtype=jnp.uint32)
+    )
 
 
 class Pi0(nnx.Module):
@@ -161,7 +163,16 @@ class Pi0(nnx.Module):
 
         conditions = {} if condition is None else {"action": condition}
         return self.llm(
-            xs, conditions, backend, positions, mask, name="llm", dtype=config.compute_dtype, remat=config.remat, layout=layout, **cache
+            xs,
+            conditions,
+            backend,
+            positions,
+            mask,
+            name="llm",
+            dtype=config.compute_dtype,
+            remat=config.remat,
+            layout=layout,
+            **cache,
         )
 
     def velocity(self, suffix_out: jax.Array, layout: Layout = SINGLE) -> jax.Array:

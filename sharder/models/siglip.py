@@ -84,7 +84,9 @@ class Head(nnx.Module):
         self.bias = param(rngs, zeros, dtype, (out_dim,), ("projection",))
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
-        return add_bias(linear(layer_norm(x_BPD, self.norm_scale[...], self.norm_bias[...], EPS), self.kernel[...]), self.bias[...])
+        return add_bias(
+            linear(layer_norm(x_BPD, self.norm_scale[...], self.norm_bias[...], EPS), self.kernel[...]), self.bias[...]
+        )
 
 
 class Siglip(nnx.Module):

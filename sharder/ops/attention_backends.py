@@ -109,5 +109,7 @@ def attend(name: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array,
     refused = limit(name, call)
     if refused is not None:
         instead, reason = choose(call)
-        raise UserError(f"--model.attention is {name}, which cannot serve this call: {refused}. auto would take {instead} ({reason}).")
+        raise UserError(
+            f"--model.attention is {name}, which cannot serve this call: {refused}. auto would take {instead} ({reason})."
+        )
     return BACKENDS[name](q, k, v, mask, scale=scale)

@@ -75,7 +75,9 @@ def _forward(q_BTKGH, k_BSKH, v_BSKH, mask_BTS, scale: float):
             scores = jnp.where(_fresh(j, s, S), scores, -jnp.inf)
             higher = jnp.maximum(maximum, scores.max(-1))
             weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
-            part = jnp.einsum("BKGts,BsKH->BKGtH", weights.astype(v_BSKH.dtype), _cut(v_BSKH, 1, begin, s), preferred_element_type=jnp.float32)
+            part = jnp.einsum(
+                "BKGts,BsKH->BKGtH", weights.astype(v_BSKH.dtype), _cut(v_BSKH, 1, begin, s), preferred_element_type=jnp.float32
+            )
             return higher, total * shrink + weights.sum(-1), values * shrink[..., None] + part
 
         none = jnp.full((B, K, G, t), -jnp.inf, jnp.float32)
@@ -138,7 +140,9 @@ def _backward_rule(scale: float, kept, grad_BTKGH):
 _chunked.defvjp(_forward_rule, _backward_rule)
 
 
-def chunked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, *, scale: float) -> jax.Array:
+def chunked_attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, *, scale: float
+) -> jax.Array:
     """`sharder.ops.attention.attention` in tiles of QUERY_TILE x KEY_TILE scores.
 
     Beside inputs and outputs it needs one tile of scores for each head, and in the backward pass float32 gradients of keys

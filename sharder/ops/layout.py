@@ -58,7 +58,10 @@ def remat_body(body: Body, remat: str, gathers: bool) -> Body:
     return jax.checkpoint(
         _named_input(body),
         policy=jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=[OFFLOADED], offload_src="device", offload_dst="pinned_host"
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[OFFLOADED],
+            offload_src="device",
+            offload_dst="pinned_host",
         ),
     )
 

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from sharder.config import CheckpointConfig, DataConfig, ExpertConfig, OptimizerConfig, ParallelConfig, Pi0Config, RunConfig, SiglipConfig, TrainConfig
+from sharder.config import (
+    CheckpointConfig,
+    DataConfig,
+    ExpertConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Pi0Config,
+    RunConfig,
+    SiglipConfig,
+    TrainConfig,
+)
 
 
 def _full(model: Pi0Config) -> RunConfig:

@@ -44,7 +44,7 @@ def gap(what: str, command: str) -> str:
 
 
 def figure(svg: str, caption: str, wide: bool = False) -> str:
-    return f'<figure{" class=wide" if wide else ""}>{svg}<figcaption>{escape(caption)}</figcaption></figure>'
+    return f"<figure{' class=wide' if wide else ''}>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def card(name: str, value: object) -> str:

@@ -51,13 +51,24 @@ def _summary(runs: list[Recorded]) -> str:
     parts = []
     for run in runs:
         last = list(run.last_of_step.values())[-1:]
-        found = [card("step", last[0]["step"]), card("loss", number(last[0].get("loss"))), card("fingerprint", last[0].get("fingerprint", "-"))] if last else []
+        found = (
+            [
+                card("step", last[0]["step"]),
+                card("loss", number(last[0].get("loss"))),
+                card("fingerprint", last[0].get("fingerprint", "-")),
+            ]
+            if last
+            else []
+        )
         found += [card("steps done again", run.num_redone)] if run.num_redone else []
         mfu = run.series("mfu_exact")[1]
         found += [card("MFU, exact, median", f"{sorted(mfu)[len(mfu) // 2]:.1%}")] if mfu else []
         attempts = {e["attempt"] for e in run.events if isinstance(e.get("attempt"), int)}
         found += [card("attempts", len(attempts))] if attempts else []
-        cut = "".join(f'<p class="note">{count} unreadable line(s) of {escape(name)} skipped (a kill cuts the last one off)</p>' for name, count in run.num_unreadable.items())
+        cut = "".join(
+            f'<p class="note">{count} unreadable line(s) of {escape(name)} skipped (a kill cuts the last one off)</p>'
+            for name, count in run.num_unreadable.items()
+        )
         parts.append(f"<h2>{escape(run.name)}</h2>{cards(found)}{cut}")
     return "\n".join(parts)
 
@@ -80,7 +91,9 @@ def _where(runs: list[Recorded]) -> str:
             "mesh": " x ".join(f"{k} {v}" for k, v in mesh.items()) or "not recorded",
             "policy, mode": f"{plan.get('policy') or parallel.get('policy', '?')}, {parallel.get('reduction', '?')}",
             "batch, seed": f"{train.get('global_batch_size', '?')} examples per step, seed {train.get('seed', '?')}",
-            "data": f"{data['num_examples']:,} examples, SHA-256 {str(data.get('fingerprint'))[:16]}..." if "num_examples" in data else "not recorded",
+            "data": f"{data['num_examples']:,} examples, SHA-256 {str(data.get('fingerprint'))[:16]}..."
+            if "num_examples" in data
+            else "not recorded",
             "versions": ", ".join(f"{k} {v}" for k, v in versions.items()) or "not recorded",
             "peak of a device": f"{peak / 1e12:.3f} TFLOP/s, {peak_source}" if peak else "unknown",
             "configuration": facts.get("config_hash", "not recorded"),
@@ -98,10 +111,16 @@ def _curves(runs: list[Recorded]) -> str:
         series = {r.name if len(runs) > 1 else label: r.series(field) for r in runs}
         series = {k: v for k, v in series.items() if v[0]}
         if series:
-            figures.append(figure(plots.lines(label, series, label, log and all(min(y) > 0 for _, y in series.values())), label))
+            figures.append(
+                figure(plots.lines(label, series, label, log and all(min(y) > 0 for _, y in series.values())), label)
+            )
     use = {(f"{r.name}, " if len(runs) > 1 else "") + label: r.series(field) for r in runs for field, label in USE}
     use = {k: v for k, v in use.items() if v[0]}
-    figures.append(figure(plots.lines("utilisation", use, "share of peak"), "utilisation of the devices") if use else gap("MFU", "sharder train RECIPE --run-dir DIR"))
+    figures.append(
+        figure(plots.lines("utilisation", use, "share of peak"), "utilisation of the devices")
+        if use
+        else gap("MFU", "sharder train RECIPE --run-dir DIR")
+    )
     return section("Training", '<div class="grid">' + "".join(figures) + "</div>")
 
 
@@ -124,7 +143,9 @@ def _time(run: Recorded, label: str) -> str:
     total = found.total_s or 1.0
     rows = [[kind, f"{s:.1f}", f"{s / total:.1%}"] for kind, s in seconds.items()] + [["all", f"{found.total_s:.1f}", "100.0%"]]
     marks = [[f"{m.time_s:.1f}", "fault" if m.is_fault else "stop", m.label] for m in found.marks]
-    text = figure(plots.timeline(f"{run.name} attempts", found), "every attempt; faults are crosses", wide=True) + table(["", "seconds", "share"], rows)
+    text = figure(plots.timeline(f"{run.name} attempts", found), "every attempt; faults are crosses", wide=True) + table(
+        ["", "seconds", "share"], rows
+    )
     text += table(["second", "", "what happened"], marks) if marks else "<p>No fault and no stop.</p>"
     text += f'<p class="note">{run.num_redone} steps were done again after a restart.</p>' if run.num_redone else ""
     return section(f"{label}Attempts and faults", text)
@@ -135,14 +156,25 @@ def _processes(run: Recorded, label: str) -> str:
     if run.ledgers is None:
         return section(title, gap("steps/process_N.jsonl", "sharder train RECIPE --run-dir DIR"))
     ledgers = run.ledgers
-    shares = {f"process {p.process}": {k: v / p.wall_s if p.wall_s else 0.0 for k, v in p.parts.items()} for p in ledgers.processes}
+    shares = {
+        f"process {p.process}": {k: v / p.wall_s if p.wall_s else 0.0 for k, v in p.parts.items()} for p in ledgers.processes
+    }
     parts = [k for k in next(iter(shares.values())) if any(s[k] for s in shares.values())]
-    rows = [[name, f"{p.wall_s:.1f}", p.num_steps, *(f"{s[k]:.1%}" for k in parts)] for (name, s), p in zip(shares.items(), ledgers.processes)]
-    text = figure(plots.stacked(f"{run.name} processes", shares, "share of the time between steps"), "where each process spends its time")
+    rows = [
+        [name, f"{p.wall_s:.1f}", p.num_steps, *(f"{s[k]:.1%}" for k in parts)]
+        for (name, s), p in zip(shares.items(), ledgers.processes)
+    ]
+    text = figure(
+        plots.stacked(f"{run.name} processes", shares, "share of the time between steps"), "where each process spends its time"
+    )
     text += table(["", "seconds", "steps", *(p.replace("_", " ") for p in parts)], rows)
     if ledgers.slowest is not None:
         named = ", ".join(map(str, ledgers.stragglers))
-        text += f"<p>Slowest: process {ledgers.slowest}. " + (f"<strong>Stragglers: {named}</strong>, persistently slower than the median by 10 %.</p>" if named else "No straggler.</p>")
+        text += f"<p>Slowest: process {ledgers.slowest}. " + (
+            f"<strong>Stragglers: {named}</strong>, persistently slower than the median by 10 %.</p>"
+            if named
+            else "No straggler.</p>"
+        )
     return section(title, text)
 
 
@@ -150,14 +182,42 @@ def _attribution(run: Recorded, label: str) -> str:
     title, p = f"{label}Where the time of a step goes", run.profile
     if p is None:
         return section(title, gap("profile/profile.json", "sharder profile RECIPE --run-dir DIR"))
-    warning = '<p class="bad">Coverage below 80 %: the shares hold only for what the trace saw.</p>' if p["coverage"] < LEAST_COVERAGE else ""
+    warning = (
+        '<p class="bad">Coverage below 80 %: the shares hold only for what the trace saw.</p>'
+        if p["coverage"] < LEAST_COVERAGE
+        else ""
+    )
     figures = [
         figure(plots.bars(f"{run.name} parts", p["shares"], "percent of the step"), "by part"),
         figure(plots.bars(f"{run.name} kinds", p["kinds"], "percent of the step"), "by kind of work"),
     ]
-    flops = [[r["module"], f"{r['num_params']:,}", f"{r['num_tokens']:,}", *(f"{x:.4g}" for x in (r["forward"], r["backward"], r["recomputed"], r["flops_6nd"]))] for r in p["flops_by_module"]]
-    flops.append(["all", f"{p['num_params']:,}", f"{p['tokens_per_step']:,}", "", f"{p['flops']:.4g} exact", f"{p['flops_hardware']:.4g} with again", f"{p['flops_6nd']:.4g}"])
-    text = warning + '<div class="grid">' + "".join(figures) + "</div>" + "".join(f"<p>{escape(line)}</p>" for line in sentences(p))
+    flops = [
+        [
+            r["module"],
+            f"{r['num_params']:,}",
+            f"{r['num_tokens']:,}",
+            *(f"{x:.4g}" for x in (r["forward"], r["backward"], r["recomputed"], r["flops_6nd"])),
+        ]
+        for r in p["flops_by_module"]
+    ]
+    flops.append(
+        [
+            "all",
+            f"{p['num_params']:,}",
+            f"{p['tokens_per_step']:,}",
+            "",
+            f"{p['flops']:.4g} exact",
+            f"{p['flops_hardware']:.4g} with again",
+            f"{p['flops_6nd']:.4g}",
+        ]
+    )
+    text = (
+        warning
+        + '<div class="grid">'
+        + "".join(figures)
+        + "</div>"
+        + "".join(f"<p>{escape(line)}</p>" for line in sentences(p))
+    )
     text += details("FLOPs by module", table(["module", "parameters", "tokens", "forward", "backward", "again", "6ND"], flops))
     scopes = [[s["scope"] or "(none)", s["category"], f"{s['share']:.2%}"] for s in p["scopes"][:60]]
     return section(title, text + details("source scopes", table(["scope", "part", "share"], scopes)))
@@ -172,7 +232,10 @@ def _roofline(run: Recorded, label: str) -> str:
         [name, f"{r['flops'] / count / 1e9:.2f}", f"{r['moved_bytes'] / count / 2**20:.1f}", f"{r['intensity']:.2f}", number(r["achieved_flops"] and r["achieved_flops"] / 1e9), f"{r['attainable_flops'] / 1e9:.1f}"]
         for name, r in p["roofline"].items()
     ]  # fmt: skip
-    text = figure(plots.roofline(f"{run.name} roofline", p["roofline"], p["peak_flops"], p["memory_bytes_per_s"]), "achieved, below what a device can")
+    text = figure(
+        plots.roofline(f"{run.name} roofline", p["roofline"], p["peak_flops"], p["memory_bytes_per_s"]),
+        "achieved, below what a device can",
+    )
     note = f'<p class="note">Peak {p["peak_flops"] / 1e12:.3f} TFLOP/s ({p["peak_source"]}), memory {p["memory_bytes_per_s"] / 1e9:.1f} GB/s ({p["memory_source"]}), per device.</p>'
     return section(title, text + table(["part", "GFLOP", "MiB", "FLOP/byte", "GFLOP/s achieved", "attainable"], rows) + note)
 
@@ -185,7 +248,9 @@ def _memory(run: Recorded, label: str) -> str:
     memory = p["memory"]
     rows = [[name, mib(size), "", ""] for name, size in memory["predicted"].items() if size and name != "total"]
     rows.append(["total", mib(memory["predicted"]["total"]), mib(memory["compiled"]), mib(memory["measured"])])
-    missing = "" if memory["measured"] is not None else '<p class="note">This backend counts no memory: nothing was measured.</p>'
+    missing = (
+        "" if memory["measured"] is not None else '<p class="note">This backend counts no memory: nothing was measured.</p>'
+    )
     return section(title, table(["MiB", "predicted", "compiled", "measured"], rows) + missing)
 
 
@@ -195,7 +260,17 @@ def _collectives(run: Recorded, label: str) -> str:
         return section(title, gap("collectives of the compiled step", "sharder profile RECIPE --run-dir DIR"))
     if not p["traffic"]:
         return section(title, "<p>None: a single device, or devices that share nothing.</p>")
-    rows = [[c["kind"], c["axes"], c["executions"], f"{c['bytes_each'] / 2**20:.2f}", f"{c['payload_bytes'] / 2**20:.1f}", c["scope"]] for c in p["traffic"][:60]]
+    rows = [
+        [
+            c["kind"],
+            c["axes"],
+            c["executions"],
+            f"{c['bytes_each'] / 2**20:.2f}",
+            f"{c['payload_bytes'] / 2**20:.1f}",
+            c["scope"],
+        ]
+        for c in p["traffic"][:60]
+    ]
     return section(title, table(["kind", "axes", "times", "MiB each", "MiB per step", "scope"], rows))
 
 

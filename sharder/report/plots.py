@@ -97,11 +97,26 @@ def timeline(name: str, found: Timeline) -> str:
         for kind, color in SPANS.items():
             spans = [s for s in found.spans if s.kind == kind]
             heights = [attempts.index(s.attempt) for s in spans]
-            axes.barh(heights, [s.end_s - s.start_s for s in spans], left=[s.start_s for s in spans], color=color, label=kind, height=0.6)
+            axes.barh(
+                heights,
+                [s.end_s - s.start_s for s in spans],
+                left=[s.start_s for s in spans],
+                color=color,
+                label=kind,
+                height=0.6,
+            )
         for is_fault, marker, label in ((True, "X", "fault"), (False, "|", "stop")):
             times = [m.time_s for m in found.marks if m.is_fault == is_fault]
             if times:
-                axes.plot(times, [_attempt_at(found, attempts, t) for t in times], marker, color="black", markersize=9, label=label, linestyle="none")
+                axes.plot(
+                    times,
+                    [_attempt_at(found, attempts, t) for t in times],
+                    marker,
+                    color="black",
+                    markersize=9,
+                    label=label,
+                    linestyle="none",
+                )
         axes.set_yticks(range(len(attempts)), [f"attempt {a}" for a in attempts])
         axes.invert_yaxis()
         axes.set(xlabel="seconds since the run began")

@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass
 
-ORDINARY = {"start", "compiled", "restored", "first_step", "save", "saved", "end", "phase", "spawn", "launch", "new_step", "closed"}
+ORDINARY = {
+    "start",
+    "compiled",
+    "restored",
+    "first_step",
+    "save",
+    "saved",
+    "end",
+    "phase",
+    "spawn",
+    "launch",
+    "new_step",
+    "closed",
+}
 """Events that are part of every run. Any other is worth a mark."""
 STOPS = {"stopped"}
 
@@ -40,7 +53,10 @@ class Timeline:
 
 def make_timeline(events: list[dict], last_signs: dict[int, float] | None = None) -> Timeline | None:
     """`last_signs`: time of the last sign of life by attempt, beside its events. None where nothing was recorded."""
-    timed = sorted((e for e in events if isinstance(e.get("time_s"), (int, float)) and isinstance(e.get("attempt"), int)), key=lambda e: e["time_s"])
+    timed = sorted(
+        (e for e in events if isinstance(e.get("time_s"), (int, float)) and isinstance(e.get("attempt"), int)),
+        key=lambda e: e["time_s"],
+    )
     starts = [e for e in timed if e.get("kind") == "start"]
     if not starts:
         return None
@@ -50,7 +66,10 @@ def make_timeline(events: list[dict], last_signs: dict[int, float] | None = None
         mine = [e for e in timed if start["time_s"] <= e["time_s"] < until and e["attempt"] == attempt]
         last = min(max(mine[-1]["time_s"], (last_signs or {}).get(attempt, 0.0)), until)
         first = next((e["time_s"] for e in mine if e.get("kind") == "first_step"), last)
-        spans += [Span("starting", attempt, start["time_s"] - began, first - began), Span("stepping", attempt, first - began, last - began)]
+        spans += [
+            Span("starting", attempt, start["time_s"] - began, first - began),
+            Span("stepping", attempt, first - began, last - began),
+        ]
         ended = any(e.get("kind") in ("end", "stopped") for e in mine)
         if until != float("inf"):
             spans.append(Span("down", attempt, last - began, until - began))
@@ -76,6 +95,10 @@ def _short(value: object) -> str:
 
 def _label(event: dict) -> str:
     """Kind, step, and whatever else the event says in short."""
-    more = [f"{k} {_short(v)}" for k, v in event.items() if k in ("reason", "culprit", "signal", "code", "cause", "fault", "name") and v is not None]
+    more = [
+        f"{k} {_short(v)}"
+        for k, v in event.items()
+        if k in ("reason", "culprit", "signal", "code", "cause", "fault", "name") and v is not None
+    ]
     step = "" if event.get("step") is None else f" at step {event['step']}"
     return f"{event.get('kind')}{step}" + (f": {', '.join(more)}" if more else "")

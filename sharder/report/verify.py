@@ -89,7 +89,11 @@ def check_comparable(run_a: Path, run_b: Path) -> tuple[str, ...]:
         listed = "".join(f"\n- {row}" for row in rows)
         raise UserError(f"{run_a} and {run_b} cannot be compared, since they were not to compute the same:{listed}")
     outside = [{**versions, "device": _section(f, "devices").get("kind")} for versions, f in zip(outside, facts)]
-    return tuple(f"{name} {outside[0][name]} and {outside[1].get(name)}" for name in outside[0] if outside[0][name] != outside[1].get(name))
+    return tuple(
+        f"{name} {outside[0][name]} and {outside[1].get(name)}"
+        for name in outside[0]
+        if outside[0][name] != outside[1].get(name)
+    )
 
 
 def _section(facts: dict, name: str) -> dict:

@@ -15,7 +15,9 @@ from sharder.train.fingerprint import hex_digest, numpy_digest, numpy_fingerprin
 def run(arguments: list[str], description: str) -> int:
     """Returns the exit code: 1 where a checkpoint is not what was saved."""
 
-    def command(run: tyro.conf.Positional[Path], verify: bool = False, step: int | None = None, fingerprint: int | None = None) -> tuple:
+    def command(
+        run: tyro.conf.Positional[Path], verify: bool = False, step: int | None = None, fingerprint: int | None = None
+    ) -> tuple:
         """
         Args:
             run: Folder of the run.

@@ -76,7 +76,11 @@ def serve(where: tuple, options: ServerOptions, sampling: SamplingOptions, asked
     server.warm_up()
     address = f"{f'[{options.host}]' if ':' in options.host else options.host}:{sock.getsockname()[1]}"
     if options.host not in LOCAL and key is None:
-        print(f"note: anyone who reaches {address} may ask this policy; --api-key-file keeps others out", file=sys.stderr, flush=True)
+        print(
+            f"note: anyone who reaches {address} may ask this policy; --api-key-file keeps others out",
+            file=sys.stderr,
+            flush=True,
+        )
 
     async def until_stopped() -> None:
         stop = asyncio.Event()

@@ -39,4 +39,6 @@ def check_split(config: RunConfig, run_dir: Path) -> None:
         before, now = getattr(was, name), getattr(config.data, name)
         if before != now:
             option = f"--data.{name.replace('_', '-')}"
-            raise UserError(f"{option} is {now!r}, but {run_dir} was trained with {before!r}: leave it out, to evaluate what was held out.")
+            raise UserError(
+                f"{option} is {now!r}, but {run_dir} was trained with {before!r}: leave it out, to evaluate what was held out."
+            )

@@ -82,7 +82,9 @@ def check_request(config: ModelConfig, num_prompt: int, num_new: int, sampling: 
         raise UserError(f"--seed is {sampling.seed}, but must be in [0, 2**32).")
 
 
-def continue_tokens(generate: Callable[..., jax.Array], params, prompt: list[int], num_new: int, length: int, sampling: Sampling) -> list[int]:
+def continue_tokens(
+    generate: Callable[..., jax.Array], params, prompt: list[int], num_new: int, length: int, sampling: Sampling
+) -> list[int]:
     """The prompt and `num_new` tokens more, from a generator of a model with `length` positions (2 or more).
 
     Text that fills all positions is read again from the last half of them, at positions 0 onwards, and goes on from there.

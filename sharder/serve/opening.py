@@ -68,7 +68,11 @@ def find(path: Path, step: int | None, assets: Path | None = None) -> Found:
     known = {"max_prompt_len": PROMPT_LENGTHS[model.variant]}
     recorded = None if assets is None else read_usage(assets)
     if recorded is not None:
-        known = {"cameras": recorded.model_cameras, "action_horizon": recorded.action_horizon, "max_prompt_len": recorded.max_prompt_len}
+        known = {
+            "cameras": recorded.model_cameras,
+            "action_horizon": recorded.action_horizon,
+            "max_prompt_len": recorded.max_prompt_len,
+        }
     model = replace(model, **{field: value for field, value in known.items() if value is not None})
     return Found(weights, model, assets, None, "unknown", name)
 
@@ -130,7 +134,9 @@ def load_params(found: Found, model: Pi0Config, parallel: ParallelConfig, averag
         raise UserError(f"{file.path} lacks {len(missing)} parameters of the model: {', '.join(missing[:5])}.")
     if average:
         kept = open_average(found.weights)
-        leaves |= kept.read({p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[p]) for p, x in leaves.items() if p in kept.shapes})
+        leaves |= kept.read(
+            {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[p]) for p, x in leaves.items() if p in kept.shapes}
+        )
     return unflatten(leaves), ComputeLayout(mesh, plan, "storage", divide_batch=False)
 
 
@@ -154,11 +160,20 @@ def open_policy(
     if in_prompt and model.variant == "pi0":
         raise UserError("--model.state-in-prompt is of pi0.5: pi0 has a token for its state.")
     with_states = model.variant == "pi05" and in_prompt is not False
-    prompts = PromptEncoder(open_prompt_tokenizer(tokenizer or found.tokenizer, model.vocab_size), with_states, model.max_prompt_len, model.vocab_size)
+    prompts = PromptEncoder(
+        open_prompt_tokenizer(tokenizer or found.tokenizer, model.vocab_size),
+        with_states,
+        model.max_prompt_len,
+        model.vocab_size,
+    )
     usage = use(found, model, robot)
     needed = max(usage.robot().num_actions or 0, usage.state_dim or 0)
     if needed > model.action_dim:
-        raise UserError(f"--robot.policy {usage.policy} has {needed} numbers, but the model's states and actions have {model.action_dim}.")
+        raise UserError(
+            f"--robot.policy {usage.policy} has {needed} numbers, but the model's states and actions have {model.action_dim}."
+        )
     scaling = scale(found, usage)
     params, layout = load_params(found, model, parallel, sampling.average)
-    return Policy(model, usage, usage.robot(), scaling, prompts, make_sample(model, params, layout, sampling.num_steps), sampling.seed)
+    return Policy(
+        model, usage, usage.robot(), scaling, prompts, make_sample(model, params, layout, sampling.num_steps), sampling.seed
+    )

@@ -30,7 +30,12 @@ class ServerOptions:
         check_fields(self, "server")
         require(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         sizes = self.batch_sizes
-        require(1 <= len(sizes) <= 8 and all(1 <= n <= 1024 for n in sizes), "batch-sizes", sizes, "one to eight numbers from 1 to 1024")
+        require(
+            1 <= len(sizes) <= 8 and all(1 <= n <= 1024 for n in sizes),
+            "batch-sizes",
+            sizes,
+            "one to eight numbers from 1 to 1024",
+        )
         require(1 <= self.max_waiting <= 65536, "max-waiting", self.max_waiting, "from 1 to 65536")
         require(1 <= self.max_request_mb <= 1024, "max-request-mb", self.max_request_mb, "from 1 to 1024")
 

@@ -90,7 +90,9 @@ class Policy:
         if wanted is not None and len(state) != wanted:
             raise UserError(f"{keys} has {len(state)} numbers, but this policy takes {wanted}.")
         if not len(self.robot.relative) <= len(state) <= largest:
-            raise UserError(f"{keys} has {len(state)} numbers, but this policy takes {max(1, len(self.robot.relative))} to {largest}.")
+            raise UserError(
+                f"{keys} has {len(state)} numbers, but this policy takes {max(1, len(self.robot.relative))} to {largest}."
+            )
 
     def _prompt(self, observation: dict) -> str:
         if "prompt" not in observation and self.usage.prompt is not None:

@@ -39,7 +39,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if found is not None:
             found.close()
-        raise UserError(f"--host {host} --port {port} cannot be listened at: {error.strerror}. Give another --port, or 0 for any.") from None
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened at: {error.strerror}. Give another --port, or 0 for any."
+        ) from None
     return found
 
 
@@ -75,7 +77,9 @@ class PolicyServer:
             # A page in a browser names its origin; no robot does.
             server = await serve(self._talk, sock=sock, process_request=self._let_in, origins=[None], **limits)
         except OSError as error:
-            raise UserError(f"--port {sock.getsockname()[1]} cannot be listened at: {error.strerror}. Give another one.") from None
+            raise UserError(
+                f"--port {sock.getsockname()[1]} cannot be listened at: {error.strerror}. Give another one."
+            ) from None
         ready()
         async with server:
             await stop.wait()
@@ -102,7 +106,9 @@ class PolicyServer:
                     await self._refuse(connection, error)
                     return
                 timing = {"infer_ms": infer_ms} | ({} if previous_ms is None else {"prev_total_ms": previous_ms})
-                await connection.send(pack({"actions": actions, "policy_timing": {"infer_ms": infer_ms}, "server_timing": timing}))
+                await connection.send(
+                    pack({"actions": actions, "policy_timing": {"infer_ms": infer_ms}, "server_timing": timing})
+                )
                 previous_ms = 1000 * (time.perf_counter() - began)
         except ConnectionClosed:
             pass

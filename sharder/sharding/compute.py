@@ -15,6 +15,7 @@ from sharder.sharding.policy import Layout
 
 Tree = Any
 
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(p: jax.Array, dtype: str, storage: NamedSharding, compute: NamedSharding, gradient: NamedSharding) -> jax.Array:
     # Cast before the gather, pinned on both sides, so that the narrow dtype travels.

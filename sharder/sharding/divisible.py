@@ -124,7 +124,9 @@ def _whole(config: RunConfig, plan: Plan, remedies: Remedies) -> list[Finding]:
                 f"{path}: shape {decl.shape}, axes {decl.axes}: would be whole on every device although the policy is {plan.policy};"
                 f" accept that with --parallel.replicate {path}"
             )
-            found.append(Finding("replicated", message, remedies.accepted, "--parallel.policy", path, decl.shape, spec, plan.mesh.fsdp))
+            found.append(
+                Finding("replicated", message, remedies.accepted, "--parallel.policy", path, decl.shape, spec, plan.mesh.fsdp)
+            )
     for path in config.parallel.replicate:
         if path not in plan.leaves:
             message = f"--parallel.replicate {path}: the model has no such parameter; it has {', '.join(plan.leaves)}"

@@ -51,7 +51,9 @@ def _draw_grid(ax, mesh: MeshShape, held: list[Shard], title: str) -> None:
             ax.text(column + 0.5, row + 0.5, f"{device}  {shard}", ha="center", va="center", fontsize=7)
     ax.set(title=title, xlim=(0, mesh.tensor), ylim=(mesh.num_replicas, 0), xlabel="tensor", ylabel="data, fsdp")
     ax.set_xticks([i + 0.5 for i in range(mesh.tensor)], range(mesh.tensor))
-    ax.set_yticks([i + 0.5 for i in range(mesh.num_replicas)], [f"{i // mesh.fsdp}, {i % mesh.fsdp}" for i in range(mesh.num_replicas)])
+    ax.set_yticks(
+        [i + 0.5 for i in range(mesh.num_replicas)], [f"{i // mesh.fsdp}, {i % mesh.fsdp}" for i in range(mesh.num_replicas)]
+    )
 
 
 def _draw_bars(ax, amounts: dict[str, int]) -> None:

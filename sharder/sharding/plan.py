@@ -15,7 +15,6 @@ from sharder.sharding.axes import AxisRules, ParamDecl, check_axes, check_rules
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.policy import LAYOUTS, Layout, partition, without_fsdp
 
-
 SMALL_ELEMENTS = 1 << 20
 """A parameter of fewer elements than this stays whole where its dimension is shorter than the number of pieces: the biases of
 gpt's projections (head_dim 64) on 256 devices. A larger one is a finding."""
@@ -113,7 +112,11 @@ def is_small(decl: ParamDecl, factors: list[int], optional: Collection[str]) -> 
     that would be cut does not divide."""
     size, dims = math.prod(decl.shape), list(zip(decl.axes, decl.shape, factors))
     too_short = any(n < factor for _, n, factor in dims) and size < SMALL_ELEMENTS
-    return size < MIN_SHARD_ELEMENTS * math.prod(factors) or too_short or any(a in optional and n % factor for a, n, factor in dims)
+    return (
+        size < MIN_SHARD_ELEMENTS * math.prod(factors)
+        or too_short
+        or any(a in optional and n % factor for a, n, factor in dims)
+    )
 
 
 def make_plan(decls: Mapping[str, ParamDecl], rules: AxisRules, parallel: ParallelConfig, mesh: MeshShape) -> Plan:

@@ -33,7 +33,9 @@ def leaf_bytes(leaf: LeafPlan, plan: Plan) -> dict[str, int]:
 def explain(plan: Plan) -> Table:
     """One row per parameter: shape, logical axes, its three layouts and its bytes on a device at rest."""
     mesh = plan.mesh
-    table = Table(title=f"policy {plan.policy}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}", box=box.SIMPLE)
+    table = Table(
+        title=f"policy {plan.policy}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}", box=box.SIMPLE
+    )
     for heading in ("parameter", "dimensions", *LAYOUTS):
         table.add_column(heading, overflow="fold")
     table.add_column("bytes/device", justify="right")
@@ -52,7 +54,11 @@ def whole_over_tensor_text(plan: Plan) -> str | None:
     """What tensor parallelism leaves whole on purpose, with the numbers; None: nothing."""
     found = [f"{axis} is {size}" for axis, size in plan.whole_over_tensor.items()]
     degree = plan.mesh.tensor
-    return f"whole on each of the {degree} devices of a tensor group, on purpose, since {degree} does not divide it: {', '.join(found)}" if found else None
+    return (
+        f"whole on each of the {degree} devices of a tensor group, on purpose, since {degree} does not divide it: {', '.join(found)}"
+        if found
+        else None
+    )
 
 
 def whole_bytes(state: StateLeaves) -> int:

@@ -30,7 +30,9 @@ def fitted_exponent(lengths: list[int], values: list[float]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in half) / sum((x - mean_x) ** 2 for x, _ in half)
 
 
-def study_attention(backends: list[str], lengths: list[int], heads: tuple[int, int, int], batch: int, repeats: int, out: Path | None) -> dict:
+def study_attention(
+    backends: list[str], lengths: list[int], heads: tuple[int, int, int], batch: int, repeats: int, out: Path | None
+) -> dict:
     """`heads`: query heads, key-value heads, head dimension. Raises UserError for bad numbers, and where no backend serves."""
     unknown = [b for b in backends if b not in BACKENDS]
     if unknown or not backends:
@@ -61,7 +63,15 @@ def study_attention(backends: list[str], lengths: list[int], heads: tuple[int, i
         }
         for backend, points in series.items()
     }
-    found = {"heads": heads, "batch": batch, "repeats": repeats, "machine": machine, "points": series, "exponents": exponents, "left_out": refused}
+    found = {
+        "heads": heads,
+        "batch": batch,
+        "repeats": repeats,
+        "machine": machine,
+        "points": series,
+        "exponents": exponents,
+        "left_out": refused,
+    }
     if out is not None:
         write_json(out / "attention.json", found)
         for name, svg in figures(found).items():
@@ -73,14 +83,19 @@ def figures(found: dict) -> dict[str, str]:
     of = lambda value: {b: ([p["length"] for p in points], [value(p) for p in points]) for b, points in found["points"].items()}  # noqa: E731
     seconds, mib = of(lambda p: p["backward_s"]["median"]), of(lambda p: max(p["backward_scratch_bytes"], 1) / 2**20)
     return {
-        "attention_time": plots.lines("attention time", seconds, "forward and backward, s", log=True, xlabel="positions", mark=True),
+        "attention_time": plots.lines(
+            "attention time", seconds, "forward and backward, s", log=True, xlabel="positions", mark=True
+        ),
         "attention_memory": plots.lines("attention memory", mib, "scratch, MiB", log=True, xlabel="positions", mark=True),
     }
 
 
 def show(found: dict, console: Console) -> None:
     machine = found["machine"]
-    table = Table(title=f"attention, batch {found['batch']}, heads {found['heads']}, {machine['dtype']} on {machine['kind']}", box=box.SIMPLE)
+    table = Table(
+        title=f"attention, batch {found['batch']}, heads {found['heads']}, {machine['dtype']} on {machine['kind']}",
+        box=box.SIMPLE,
+    )
     for heading in ("backend", "positions", "forward, ms", "with backward, ms", "scratch, MiB", "of backward"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
     for backend, points in found["points"].items():
@@ -91,6 +106,9 @@ def show(found: dict, console: Console) -> None:
     console.print(table)
     for backend, e in found["exponents"].items():
         text = {k: "-" if v is None else f"{v:.2f}" for k, v in e.items()}
-        console.print(f"{backend}: time grows as length^{text['backward_s']} forward and backward, scratch as length^{text['backward_scratch_bytes']}", highlight=False)
+        console.print(
+            f"{backend}: time grows as length^{text['backward_s']} forward and backward, scratch as length^{text['backward_scratch_bytes']}",
+            highlight=False,
+        )
     for backend, reason in found["left_out"].items():
         console.print(f"{backend} was left out: {reason}", highlight=False)

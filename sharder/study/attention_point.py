@@ -27,7 +27,14 @@ def measure(backend: str, length: int, heads: list[int], batch: int, repeats: in
     def loss(q, k, v, mask):
         return jnp.square(forward(q, k, v, mask).astype(jnp.float32)).sum()
 
-    found = {"machine": {"kind": jax.devices()[0].device_kind, "platform": jax.default_backend(), "dtype": dtype, "jax": jax.__version__}}
+    found = {
+        "machine": {
+            "kind": jax.devices()[0].device_kind,
+            "platform": jax.default_backend(),
+            "dtype": dtype,
+            "jax": jax.__version__,
+        }
+    }
     for name, function in (("forward", forward), ("backward", jax.grad(loss, (0, 1, 2)))):
         program = jax.jit(function).lower(q, k, v, mask).compile()
         jax.block_until_ready(program(q, k, v, mask))

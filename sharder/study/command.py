@@ -43,7 +43,9 @@ def attention(arguments: list[str]) -> int:
         """
         return lengths, backends, heads, batch, repeats, out, json
 
-    lengths, backends, heads, batch, repeats, out, as_json = tyro.cli(command, args=arguments, prog="sharder study attention", description=attention.__doc__)
+    lengths, backends, heads, batch, repeats, out, as_json = tyro.cli(
+        command, args=arguments, prog="sharder study attention", description=attention.__doc__
+    )
     from sharder.study.scaling import parse_devices
 
     try:
@@ -69,7 +71,9 @@ def flags(arguments: list[str]) -> int:
         """
         return repeats, steps, out, json
 
-    given, options = tyro.cli(command, args=rest, prog="sharder study flags", description=flags.__doc__, return_unknown_args=True)
+    given, options = tyro.cli(
+        command, args=rest, prog="sharder study flags", description=flags.__doc__, return_unknown_args=True
+    )
     repeats, steps, out, as_json = given
     found = flags_study.study_flags(recipe, repeats, steps, out, options)
     print(json.dumps(found, indent=1)) if as_json else flags_study.show(found, Console())

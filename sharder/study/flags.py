@@ -75,13 +75,18 @@ def study_flags(recipe: str, repeats: int, steps: int, out: Path | None, options
 
 
 def show(found: dict, console: Console) -> None:
-    table = Table(title=f"flags of XLA, {found['recipe']} on {found['devices']['count']} x {found['devices']['kind']}, {found['repeats']} x fresh processes", box=box.SIMPLE)
+    table = Table(
+        title=f"flags of XLA, {found['recipe']} on {found['devices']['count']} x {found['devices']['kind']}, {found['repeats']} x fresh processes",
+        box=box.SIMPLE,
+    )
     for heading, justify in (("set", "left"), ("step, ms", "right"), ("gain", "right"), ("flags", "left")):
         table.add_column(heading, justify=justify, overflow="fold")
     for name, s in found["sets"].items():
         t, g = s["step_time_s"], s["gain"]
         gain = "-" if not s["flags"] else f"{g['median']:+.1%} ({g['low']:+.1%} to {g['high']:+.1%})"
-        table.add_row(name, f"{t['median'] * 1e3:.1f} ({t['low'] * 1e3:.1f} to {t['high'] * 1e3:.1f})", gain, " ".join(s["flags"]))
+        table.add_row(
+            name, f"{t['median'] * 1e3:.1f} ({t['low'] * 1e3:.1f} to {t['high'] * 1e3:.1f})", gain, " ".join(s["flags"])
+        )
     console.print(table)
     for name, flags in found["unknown_to_this_xla"].items():
         console.print(f"{name} was left out: this XLA does not know {' '.join(flags)}", highlight=False)

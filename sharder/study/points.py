@@ -36,7 +36,9 @@ def has_accelerator() -> bool:
 def run_json(arguments: Sequence[str], module: str = "sharder", extra: Mapping[str, str] | None = None) -> dict:
     """What `python -m MODULE ARGUMENTS` prints as JSON. Raises UserError with its own words where it fails."""
     environment = dict(os.environ) | ({} if has_accelerator() else {"JAX_PLATFORMS": "cpu"}) | dict(extra or {})
-    done = subprocess.run([sys.executable, "-m", module, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if done.returncode != 0:
         before, found, message = done.stderr.partition("error: ")
         said = message if found else "\n".join(before.splitlines()[-5:])

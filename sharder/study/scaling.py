@@ -23,7 +23,9 @@ from sharder.study.points import Spread, has_accelerator, run_json, spread, writ
 
 Mode = Literal["strong", "weak"]
 USAGE = "sharder scale RECIPE --devices 1,2,4,8 --mode strong|weak [--processes] [options of the recipe]"
-SHARED = "simulated devices share the cores of one host: step times and MFU say nothing about speed-up; collectives and bytes hold"
+SHARED = (
+    "simulated devices share the cores of one host: step times and MFU say nothing about speed-up; collectives and bytes hold"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def run(arguments: list[str]) -> int:
         """
         return devices, mode, processes, repeats, steps, examples_per_device, out, json
 
-    given, options = tyro.cli(command, args=rest, prog=f"sharder scale {name}", description=run.__doc__, return_unknown_args=True)
+    given, options = tyro.cli(
+        command, args=rest, prog=f"sharder scale {name}", description=run.__doc__, return_unknown_args=True
+    )
     devices, mode, processes, repeats, steps, per_device, out, as_json = given
     counts = parse_devices(devices)
     if repeats < 1:
@@ -103,7 +107,16 @@ def batch_of(mode: Mode, num_devices: int, whole: int, per_device: int | None, l
     return num_devices * (per_device or max(1, whole // largest))
 
 
-def scale(name: str, counts: list[int], mode: Mode, processes: bool, repeats: int, steps: int, per_device: int | None, options: list[str]) -> dict:
+def scale(
+    name: str,
+    counts: list[int],
+    mode: Mode,
+    processes: bool,
+    repeats: int,
+    steps: int,
+    per_device: int | None,
+    options: list[str],
+) -> dict:
     whole = int(_value_of(options, "--train.global-batch-size") or load_recipe(name).train.global_batch_size)
     rest = _without(options, "--train.global-batch-size")
     points: list[Point] = []
@@ -126,7 +139,16 @@ def run_point(name: str, count: int, batch: int, processes: bool, steps: int, op
         inner = ["profile", name, "--steps", str(steps), "--train.global-batch-size", str(batch), *options, "--json"]
         if processes and count > 1:
             # Traces of several processes meet in one folder.
-            inner = ["launch", "--processes", str(count), *(["--devices-per-process", "1"] if simulated else []), "--", *inner, "--run-dir", folder]
+            inner = [
+                "launch",
+                "--processes",
+                str(count),
+                *(["--devices-per-process", "1"] if simulated else []),
+                "--",
+                *inner,
+                "--run-dir",
+                folder,
+            ]
         elif simulated:
             inner += ["--cluster.cpu-devices", str(count)]
         return run_json(inner, extra=visible)
@@ -174,8 +196,16 @@ def figures(found: dict) -> dict[str, str]:
     points = found["points"]
     x = [p["devices"] for p in points]
     drawn = {
-        "received": plots.lines("bytes received", {"MiB": (x, [p["received_bytes"] / 2**20 for p in points])}, "MiB per device and step", xlabel="devices", mark=True),
-        "step_time": plots.lines("step time", {"s": (x, [p["step_time_s"]["median"] for p in points])}, "step time, s", xlabel="devices", mark=True),
+        "received": plots.lines(
+            "bytes received",
+            {"MiB": (x, [p["received_bytes"] / 2**20 for p in points])},
+            "MiB per device and step",
+            xlabel="devices",
+            mark=True,
+        ),
+        "step_time": plots.lines(
+            "step time", {"s": (x, [p["step_time_s"]["median"] for p in points])}, "step time, s", xlabel="devices", mark=True
+        ),
     }
     if not found["shares_cores"]:
         series = {"measured": (x, [p["speed_up"] for p in points]), "ideal": (x, [n / x[0] for n in x])}
@@ -184,8 +214,24 @@ def figures(found: dict) -> dict[str, str]:
 
 
 def show(found: dict, console: Console) -> None:
-    table = Table(title=f"{found['mode']} scaling of {found['recipe']}, {found['repeats']} x fresh processes, {found['steps']} steps each", box=box.SIMPLE)
-    for heading in ("devices", "batch", "step, ms", "examples/s", "speed-up", "efficiency", "compute", "communication", "TFLOP/s", "MFU", "collectives", "MiB received"):
+    table = Table(
+        title=f"{found['mode']} scaling of {found['recipe']}, {found['repeats']} x fresh processes, {found['steps']} steps each",
+        box=box.SIMPLE,
+    )
+    for heading in (
+        "devices",
+        "batch",
+        "step, ms",
+        "examples/s",
+        "speed-up",
+        "efficiency",
+        "compute",
+        "communication",
+        "TFLOP/s",
+        "MFU",
+        "collectives",
+        "MiB received",
+    ):
         table.add_column(heading, justify="right")
     for p in found["points"]:
         t, shared = p["step_time_s"], found["shares_cores"]

@@ -32,5 +32,3 @@ def compile_exact(setup: Setup) -> dict[str, str]:
 def lower_abstract(setup: Setup) -> jax.stages.Lowered:
     """The declarative training step, traced for the devices of the setup, whether or not they are there."""
     return lower_step(setup, abstract_arguments(setup))
-
-

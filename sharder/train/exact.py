@@ -26,7 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder.data.loader import WorkerLayout
 from sharder.models.build import flatten, unflatten
-from sharder.ops.ordered import REPLICAS, Chunking, TreeAccumulator, filled_pairwise_sum, num_chunks, ordered_sums_of_squares, pairwise_sum
+from sharder.ops.ordered import (
+    REPLICAS,
+    Chunking,
+    TreeAccumulator,
+    filled_pairwise_sum,
+    num_chunks,
+    ordered_sums_of_squares,
+    pairwise_sum,
+)
 from sharder.sharding.mesh import AXES
 from sharder.sharding.plan import LeafPlan, divisor
 from sharder.sharding.policy import storage_dim
@@ -134,7 +142,9 @@ class ExactStep:
         def shape(x, dtype=None, sharding=None):
             return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding or x.sharding)
 
-        grads = jax.tree.map(lambda p, s: shape(p, jnp.float32, s), state.params, unflatten(setup.plan.shardings("update", setup.mesh)))
+        grads = jax.tree.map(
+            lambda p, s: shape(p, jnp.float32, s), state.params, unflatten(setup.plan.shardings("update", setup.mesh))
+        )
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
         digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
         out = (setup.state_shardings, setup.replicated())

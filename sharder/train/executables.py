@@ -74,7 +74,9 @@ def compile_for_groups(
         keep((ids, payload), *trees)
         return [load_for(payload, ids, *trees, group) for group in groups]
     except Exception as error:  # whatever another version of jax or another backend says to private interfaces
-        logging.getLogger(__name__).warning("compiling once per device, since a compiled program cannot be loaded again: %s", error)
+        logging.getLogger(__name__).warning(
+            "compiling once per device, since a compiled program cannot be loaded again: %s", error
+        )
         return [lower(group).compile() for group in groups]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder.config import Pi0Config, RunConfig, UserError, model_from_dict
 from sharder.models.build import flatten, unflatten
-from sharder.models.openpi_weights import Source, by_source, detect, openpi_shapes, sources
+from sharder.models.openpi_weights import Source, detect, openpi_shapes, sources
 from sharder.sharding.axes import ParamDecl
 from sharder.train.optimizer import to_float32
 from sharder.train.state import TrainState
@@ -75,7 +75,11 @@ def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str, a
         there, here = file.shapes[path], wanted[path]
         if there != here:
             how = resize.partition("=")[2] if ours_of[path] in ACTION_PARAMS else ""
-            fits = {"pad": all(a <= b for a, b in zip(there, here)), "slice": all(a >= b for a, b in zip(there, here)), "reinit": True}
+            fits = {
+                "pad": all(a <= b for a, b in zip(there, here)),
+                "slice": all(a >= b for a, b in zip(there, here)),
+                "reinit": True,
+            }
             if ours_of[path] in accept:
                 resized[ours_of[path]] = "reinit"
             elif len(there) == len(here) and fits.get(how, False):
@@ -149,12 +153,20 @@ def load_batch(file: WeightFile, batch: Mapping[str, dict[str, Source]], params,
         sharding = places[first]
         same = source.layout(params[first].shape, len(parts)) == shape
         # What is to be resized is small and comes whole.
-        spec = PartitionSpec(*source.layout(sharding.spec + (None,) * (len(params[first].shape) - len(sharding.spec)))) if same else PartitionSpec()
+        spec = (
+            PartitionSpec(*source.layout(sharding.spec + (None,) * (len(params[first].shape) - len(sharding.spec))))
+            if same
+            else PartitionSpec()
+        )
         target[path] = jax.ShapeDtypeStruct(shape, params[first].dtype, sharding=NamedSharding(sharding.mesh, spec))
         out |= {ours: places[ours] for ours in parts}
 
     def convert(theirs):
-        return {ours: resize_to(s.take(theirs[path]), params[ours].shape) for path, parts in batch.items() for ours, s in parts.items()}
+        return {
+            ours: resize_to(s.take(theirs[path]), params[ours].shape)
+            for path, parts in batch.items()
+            for ours, s in parts.items()
+        }
 
     return jax.jit(convert, out_shardings=out)(file.read(target))
 
@@ -172,7 +184,9 @@ def describe_load(file: WeightFile, loaded: Mapping[str, jax.Array], params: Map
     if found.resized:
         text += "; resized: " + ", ".join(f"{p} {how}" for p, how in sorted(found.resized.items()))
     left = sorted(set(params) - set(loaded))
-    return text + (f"; drawn afresh: {', '.join(left[:6])}{f' and {len(left) - 6} more' if len(left) > 6 else ''}" if left else "")
+    return text + (
+        f"; drawn afresh: {', '.join(left[:6])}{f' and {len(left) - 6} more' if len(left) > 6 else ''}" if left else ""
+    )
 
 
 def with_sizes_of_weights(config: RunConfig, run_dir: Path | None = None) -> tuple[RunConfig, str | None]:
@@ -195,25 +209,38 @@ def with_sizes_of_weights(config: RunConfig, run_dir: Path | None = None) -> tup
     found = model_from_dict(saved) if saved is not None else detect(file.shapes)
     if not isinstance(found, Pi0Config):
         raise UserError(f"{weights.path} holds weights of a {type(found).__name__}, but the recipe's model is pi0 or pi0.5.")
-    taken = {name: getattr(found, name) for name in ("variant", "vision", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")}
+    taken = {
+        name: getattr(found, name)
+        for name in ("variant", "vision", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    }
     for name in ("backbone", "action_expert"):
         theirs, ours = getattr(found, name), getattr(model, name)
-        taken[name] = theirs if theirs.lora_rank else dataclasses.replace(theirs, lora_rank=ours.lora_rank, lora_alpha=ours.lora_alpha)
+        taken[name] = (
+            theirs if theirs.lora_rank else dataclasses.replace(theirs, lora_rank=ours.lora_rank, lora_alpha=ours.lora_alpha)
+        )
     patches = lambda size: math.prod(side // found.vision.patch_size for side in size)  # noqa: E731
-    fits = all(side % found.vision.patch_size == 0 for side in model.image_size) and patches(model.image_size) == patches(found.image_size)
+    fits = all(side % found.vision.patch_size == 0 for side in model.image_size) and patches(model.image_size) == patches(
+        found.image_size
+    )
     taken["image_size"] = model.image_size if fits else found.image_size
     new = dataclasses.replace(model, **taken)
-    changed = [f"{f.name} {getattr(new, f.name)}" for f in dataclasses.fields(new) if getattr(new, f.name) != getattr(model, f.name)]
+    changed = [
+        f"{f.name} {getattr(new, f.name)}" for f in dataclasses.fields(new) if getattr(new, f.name) != getattr(model, f.name)
+    ]
     said = f"sizes of the model are those of {weights.path}, not the recipe's: " + ", ".join(changed) if changed else None
     return dataclasses.replace(config, model=new), said
 
 
-def initialise(state: TrainState, config: RunConfig, params: Mapping[str, ParamDecl], places: TrainState) -> tuple[TrainState, str]:
+def initialise(
+    state: TrainState, config: RunConfig, params: Mapping[str, ParamDecl], places: TrainState
+) -> tuple[TrainState, str]:
     """A fresh state with its parameters, and their average, replaced by those of --weights.path; and what to say of it."""
     file, how = open_weights(config.weights.path), (config.weights.resize, config.weights.accept)
     unknown = sorted(set(config.weights.accept) - set(params))
     if unknown:
-        raise UserError(f"--weights.accept names {', '.join(unknown)}, but the model has no such parameter; {list(params)[:5]} are some of its.")
+        raise UserError(
+            f"--weights.accept names {', '.join(unknown)}, but the model has no such parameter; {list(params)[:5]} are some of its."
+        )
     loaded = load(file, config.model, params, flatten(places.params), *how)
     said = describe_load(file, loaded, params, fit(file, config.model, params, *how))
     new = unflatten(flatten(state.params) | loaded)

@@ -86,7 +86,12 @@ def look_around(known: Surroundings, config: RunConfig, run_dir: Path, state_byt
     # Process 0 decides for all: it writes, and another may see a checkpoint more or less.
     disk = cluster.decide(lambda: {"free": free_bytes(run_dir), "saved": len(checkpoint.list_steps(run_dir))})
     return replace(
-        known, num_examples=num_examples, data_error=data_error, state_bytes=state_bytes, free_bytes=disk["free"], num_saved=disk["saved"]
+        known,
+        num_examples=num_examples,
+        data_error=data_error,
+        state_bytes=state_bytes,
+        free_bytes=disk["free"],
+        num_saved=disk["saved"],
     )
 
 
@@ -106,4 +111,3 @@ def predictor(machine: Machine, platform: str) -> Callable[[RunConfig], int | No
             return None
 
     return predict
-

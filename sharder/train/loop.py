@@ -94,7 +94,9 @@ def run(
     unevaluated = cluster.decide(lambda: {"record": interrupted_evaluation(run_dir, attempt.resume_step)})["record"]
     is_over = attempt.resume_step is not None and attempt.resume_step >= config.train.steps and attempt.source is None
     if is_over and unevaluated is None:
-        say(f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}.")
+        say(
+            f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}."
+        )
         cluster.shutdown()
         return 0
     setup = prepare(config, run_dir=run_dir, fitted=has_fitted(attempt, config, machine_facts()))
@@ -347,7 +349,9 @@ def compile_ahead(stepper: Stepper, state: TrainState, batch: dict, events: Even
     """Compiles the step before the loop, so that no step's time contains it."""
     started = time.perf_counter()
     setup, arguments = stepper.setup, stepper.arguments(state, batch, False)
-    stepper.train_step = ExactStep(setup, setup.workers, arguments, keep=True) if setup.workers else compile_step(setup, arguments)
+    stepper.train_step = (
+        ExactStep(setup, setup.workers, arguments, keep=True) if setup.workers else compile_step(setup, arguments)
+    )
     compile_s = round(time.perf_counter() - started, 3)
     events.write("compiled", compile_s=compile_s)
     say(f"compiled in {compile_s:.1f} s")

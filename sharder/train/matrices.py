@@ -91,7 +91,10 @@ def scale_by_factored_moments(params: dict[str, ParamDecl], min_dim: int) -> opt
         flat = flatten(tree)
         zeros = lambda shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
         row, col = (
-            {p: zeros((math.prod(params[p].shape) // math.prod(side_sizes(params[p])), side_sizes(params[p])[side])) for p in sorted(factored)}
+            {
+                p: zeros((math.prod(params[p].shape) // math.prod(side_sizes(params[p])), side_sizes(params[p])[side]))
+                for p in sorted(factored)
+            }
             for side in (0, 1)
         )
         full = {p: zeros(x.shape) for p, x in flat.items() if p not in factored}

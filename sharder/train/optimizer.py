@@ -87,7 +87,9 @@ def optimizer_spec(path: str, shape: tuple[int, ...], plan: Plan) -> PartitionSp
         return PartitionSpec() if leaf is None else leaf.update
     kind = path.removesuffix(leaf.path).rstrip("/").split("/")[-1]
     side = {"row": 0, "col": 1}.get(kind)
-    assert side is not None and shape[1:] == (side_sizes(leaf.decl)[side],), f"no rule for {path} {shape} of {leaf.path} {leaf.decl.shape}"
+    assert side is not None and shape[1:] == (side_sizes(leaf.decl)[side],), (
+        f"no rule for {path} {shape} of {leaf.path} {leaf.decl.shape}"
+    )
     return side_spec(leaf.decl, leaf.update, side)
 
 

@@ -52,7 +52,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         return path if path is None or "://" in path else os.path.abspath(os.path.expanduser(path))
 
     data = replace(
-        config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer), token_cache=absolute(config.data.token_cache)
+        config.data,
+        path=absolute(config.data.path),
+        tokenizer=absolute(config.data.tokenizer),
+        token_cache=absolute(config.data.token_cache),
     )
     cache = config.cluster.compile_cache
-    return replace(config, data=data, cluster=replace(config.cluster, compile_cache=cache if cache == "off" else absolute(cache)))
+    return replace(
+        config, data=data, cluster=replace(config.cluster, compile_cache=cache if cache == "off" else absolute(cache))
+    )

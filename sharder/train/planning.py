@@ -11,7 +11,6 @@ from rich.table import Table
 
 from sharder.accounting import account
 from sharder.config import RunConfig
-from sharder.data.open import example_shapes
 from sharder.finding import Refused
 from sharder.instrument import machine, show, topology
 from sharder.instrument.hardware import find_accelerator
@@ -123,7 +122,9 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
     if lowered is not None:
         with topology.quiet_stderr(), topology.memory_errors():
             program = lowered.compile(topology.compile_options(target))
-        compiled = machine.read_compiled(prediction, program, topology.hosts(target, list(setup.mesh.devices.flat)), target.accelerator)
+        compiled = machine.read_compiled(
+            prediction, program, topology.hosts(target, list(setup.mesh.devices.flat)), target.accelerator
+        )
     limit = target.accelerator.memory_bytes
     console.print(show.memory_table(prediction.memory, compiled and compiled.total_bytes, None, limit))
     if compiled is not None:
@@ -165,10 +166,16 @@ def say_fit(config: RunConfig, target: topology.Topology, prediction: Prediction
     if total_bytes <= limit:
         if not prediction.step.num_microbatches:
             most = machine.most_examples_that_fit(prediction.step, wanted)
-            print(f"microbatches of up to {most} examples would fit, by prediction; a replica computes {prediction.step.microbatch_size} at once")
+            print(
+                f"microbatches of up to {most} examples would fit, by prediction; a replica computes {prediction.step.microbatch_size} at once"
+            )
         return 0
     found = machine.remedies(config, describe_step, prediction.step, target.num_devices, target.devices_per_host, wanted)
-    print("\n".join(["What would fit, by prediction:", *found]) if found else "No policy, tensor degree, remat policy or microbatch would fit.")
+    print(
+        "\n".join(["What would fit, by prediction:", *found])
+        if found
+        else "No policy, tensor degree, remat policy or microbatch would fit."
+    )
     return 2
 
 

@@ -34,7 +34,9 @@ def run(arguments: list[str]) -> int:
         """
         return config, run_dir, steps, ablate, json
 
-    config, run_dir, steps, ablate, as_json = tyro.cli(command, args=rest, prog=f"sharder profile {name}", description=run.__doc__)
+    config, run_dir, steps, ablate, as_json = tyro.cli(
+        command, args=rest, prog=f"sharder profile {name}", description=run.__doc__
+    )
     from sharder.train.profiling import profile
 
     return profile(config, name, run_dir, steps, ablate, as_json)

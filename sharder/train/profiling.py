@@ -79,7 +79,11 @@ def open_runner(config: RunConfig) -> Runner:
 def programs_of(runner: Runner) -> Programs:
     """What the compiler made of the step, as text."""
     step, setup = runner.stepper.train_step, runner.setup
-    named = {name: (p, step.runs[name]) for name, p in step.programs.items()} if isinstance(step, ExactStep) else {"step": (step, setup.mesh.size)}
+    named = (
+        {name: (p, step.runs[name]) for name, p in step.programs.items()}
+        if isinstance(step, ExactStep)
+        else {"step": (step, setup.mesh.size)}
+    )
     mesh = {axis: setup.plan.mesh.size(axis) for axis in ("data", "fsdp", "tensor")}
     hosts = [d.process_index for d in setup.mesh.devices.flat]
     return Programs([CompiledProgram(n, p.as_text(), runs, counted_flops(p)) for n, (p, runs) in named.items()], mesh, hosts)
@@ -175,5 +179,3 @@ def ablated(runner: Runner, scope: str, rounds: int) -> dict:
     shares = [1 - b / a for a, b in zip(times["whole"], times["without"])]
     medians = {f"{k}_s": statistics.median(v) for k, v in times.items()}
     return {"scope": scope, "share": statistics.median(shares), **medians, **{f"steps_{k}_s": v for k, v in times.items()}}
-
-

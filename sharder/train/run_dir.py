@@ -90,7 +90,9 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig, branch: Branc
         check_nothing_lost(run_dir, events)
     numbers = [e["attempt"] for e in events if isinstance(e.get("attempt"), int)]
     number, run_id = 1 + max(numbers, default=1), facts.get("run_id") or secrets.token_hex(8)
-    attempt = Attempt(run_dir, number, steps[-1] if steps else None, config.parallel.reduction, run_id, reached=furthest_step(run_dir))
+    attempt = Attempt(
+        run_dir, number, steps[-1] if steps else None, config.parallel.reduction, run_id, reached=furthest_step(run_dir)
+    )
     return attempt if branch is None else resume_branch(attempt, branch, facts, steps)
 
 
@@ -126,7 +128,10 @@ def has_fitted(attempt: Attempt, config: RunConfig, facts: dict) -> bool:
     before = read_facts(attempt.run_dir)
     now = to_dict(config)
     sections = all(before["config"].get(name) == now[name] for name in ("model", "parallel", "optimizer"))
-    batch = all(before["config"]["train"].get(name) == now["train"][name] for name in ("global_batch_size", "microbatch_size", "ema_decay"))
+    batch = all(
+        before["config"]["train"].get(name) == now["train"][name]
+        for name in ("global_batch_size", "microbatch_size", "ema_decay")
+    )
     return sections and batch and all(before.get(name) == value for name, value in facts.items())
 
 

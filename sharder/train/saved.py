@@ -20,7 +20,6 @@ from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, declare_state, from_paths, with_shardings
 
-
 METRICS = ("loss", "validation_loss")
 """What a checkpoint remembers of its step, so that the best of them can be kept."""
 

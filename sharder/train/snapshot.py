@@ -16,15 +16,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-
 from sharder.checkpoint.save import available_bytes
 from sharder.checkpoint.shards import Generation, ShardFile, generations, local_bytes
 from sharder.cluster import exchange, forget
 from sharder.config import CheckpointConfig, UserError
 from sharder.events import EventLog
 from sharder.facts import MEMORY, snapshot_place
-from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.attempt import Attempt
+from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState, declare_state, from_paths, with_shardings
 
@@ -164,7 +163,9 @@ class Snapshots:
             path.unlink(missing_ok=True)
         if not self.asked_for:
             self.every = interval(max(x["stall_s"] for x in seen), min(x["step_time_s"] for x in seen))
-        self.events.write("snapshot", step, stall_s=round(time.perf_counter() - began, 6), local_bytes=self._size, every=self.every)
+        self.events.write(
+            "snapshot", step, stall_s=round(time.perf_counter() - began, 6), local_bytes=self._size, every=self.every
+        )
 
     def _name(self, step: int) -> str:
         return f"snapshot/{self.attempt.number}/{step}"

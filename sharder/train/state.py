@@ -86,5 +86,3 @@ def with_shardings(abstract: TrainState, state_shardings: TrainState) -> dict[st
     """What a restore needs to know of every leaf, by path."""
     shards = by_path(state_shardings)
     return {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards[p]) for p, x in by_path(abstract).items()}
-
-

@@ -64,7 +64,9 @@ def apply_update(setup: Setup, state: TrainState, grads, norm: jax.Array) -> Tra
     return TrainState(state.step + 1, merged(new, state.params) if setup.declared.frozen else new, opt_state, ema)
 
 
-def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example, frozen=None):
+def accumulate(
+    graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, batch: dict, seed, step, first_example, frozen=None
+):
     """Sums over all accumulation slots: gradients of the summed loss, the summed loss, the summed weight, and the
     digest of the examples.
 
@@ -101,7 +103,9 @@ def accumulate(graphdef: nnx.GraphDef, layout: Layout, pin: Callable, params, ba
     return jax.lax.scan(body, nothing, (batch, jnp.arange(num_slots)))[0]
 
 
-def only_if_finite(setup: Setup, old: TrainState, new: TrainState, finite: jax.Array, halted: jax.Array) -> tuple[TrainState, jax.Array]:
+def only_if_finite(
+    setup: Setup, old: TrainState, new: TrainState, finite: jax.Array, halted: jax.Array
+) -> tuple[TrainState, jax.Array]:
     """The new state where the step was finite, else the old one; and whether the run is halted.
 
     A run that stops is halted from its first step that is not finite on: the steps that were dispatched before the host could
@@ -172,7 +176,13 @@ def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
 
     jitted = jax.jit(
         train_step,
-        in_shardings=(setup.state_shardings, setup.batch.sharding, setup.replicated(), stop_sharding(setup.mesh), setup.replicated()),
+        in_shardings=(
+            setup.state_shardings,
+            setup.batch.sharding,
+            setup.replicated(),
+            stop_sharding(setup.mesh),
+            setup.replicated(),
+        ),
         out_shardings=(setup.state_shardings, setup.replicated()),
         donate_argnums=0,
     )

@@ -34,7 +34,9 @@ class _InFlight:
 class Stepper:
     """One step at a time, one step late."""
 
-    def __init__(self, setup: Setup, facts: StepFacts, writers: list[Writer], events: EventLog, ledger: StepLedger | None = None):
+    def __init__(
+        self, setup: Setup, facts: StepFacts, writers: list[Writer], events: EventLog, ledger: StepLedger | None = None
+    ):
         self.setup, self.facts, self.writers, self.events = setup, facts, writers, events
         self.ledger = ledger or StepLedger(None, 0)
         self.train_step: Callable | None = None

@@ -58,14 +58,18 @@ class OrbaxTree:
         replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
         differ = differing({self.digests[p][0]: x for p, x in found.items()}, dict(self.digests.values()), replicated)
         if differ:
-            raise UserError(f"{self.path} is damaged: {len(differ)} of {len(found)} leaves are not what was saved ({', '.join(differ[:5])}).")
+            raise UserError(
+                f"{self.path} is damaged: {len(differ)} of {len(found)} leaves are not what was saved ({', '.join(differ[:5])})."
+            )
         return {p: x.astype(target[p].dtype) for p, x in found.items()}
 
     def _read(self, target: Target) -> dict[str, jax.Array]:
         import orbax.checkpoint as ocp
 
         item = unflatten({self.names[path]: x for path, x in target.items()})
-        args = ocp.args.PyTreeRestore(item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+        args = ocp.args.PyTreeRestore(
+            item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+        )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 found = flatten(checkpointer.restore(self.path, args=args))
@@ -112,7 +116,11 @@ def _orbax_tree(kind: str, folder: Path) -> OrbaxTree:
     plain = without_value(leaves)
     names = {p.removeprefix("params/") if kind == "openpi" else p: original for original, p in plain.items()}
     return OrbaxTree(
-        kind, folder.resolve(), names, {p: tuple(leaves[o].shape) for p, o in names.items()}, {p: str(leaves[o].dtype) for p, o in names.items()}
+        kind,
+        folder.resolve(),
+        names,
+        {p: tuple(leaves[o].shape) for p, o in names.items()},
+        {p: str(leaves[o].dtype) for p, o in names.items()},
     )
 
 
@@ -124,7 +132,9 @@ def _npz_file(path: Path) -> NpzFile:
             array = file[name]  # one at a time: shapes stand in no index
             names[plain], shapes[plain], dtypes[plain] = name, array.shape, str(array.dtype)
     if LLM + "embedder/input_embedding" not in shapes:
-        raise UserError(f"{path} is not PaliGemma's: it holds no params/llm/embedder/input_embedding, but {', '.join(list(names.values())[:3])}.")
+        raise UserError(
+            f"{path} is not PaliGemma's: it holds no params/llm/embedder/input_embedding, but {', '.join(list(names.values())[:3])}."
+        )
     return NpzFile(path, names, shapes, dtypes)
 
 

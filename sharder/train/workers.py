@@ -47,7 +47,9 @@ class WorkerSlots:
         """How often the worker's program ran in this process."""
         self.leaves = list(setup.plan.leaves.values())
         self._gather = self._compile_gather(state)
-        self._workers = kept.compile_for_groups("worker", partial(self._lower_worker, batch), [devices for _, devices in self.replicas])
+        self._workers = kept.compile_for_groups(
+            "worker", partial(self._lower_worker, batch), [devices for _, devices in self.replicas]
+        )
         self._reduce = self._compile_reduce()
 
     # What is compiled.
@@ -56,7 +58,9 @@ class WorkerSlots:
         """Parameter-shaped arrays with these specs, by path, behind further leading dimensions."""
         return unflatten(
             {
-                leaf.path: jax.ShapeDtypeStruct(lead + leaf.decl.shape, dtype or leaf.decl.dtype, sharding=NamedSharding(mesh, spec))
+                leaf.path: jax.ShapeDtypeStruct(
+                    lead + leaf.decl.shape, dtype or leaf.decl.dtype, sharding=NamedSharding(mesh, spec)
+                )
                 for leaf, spec in zip(self.leaves, specs)
             }
         )

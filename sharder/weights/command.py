@@ -32,14 +32,20 @@ def check(arguments: list[str]) -> int:
     if left:
         print(f"not compared, since unknown here: {', '.join(left)}", file=sys.stderr)
     ok = all(row.ok for row in rows)
-    print(jsonlib.dumps({"ok": ok, "quantities": {row.name: dataclasses.asdict(row) for row in rows}}) if as_json else describe(rows))
+    print(
+        jsonlib.dumps({"ok": ok, "quantities": {row.name: dataclasses.asdict(row) for row in rows}})
+        if as_json
+        else describe(rows)
+    )
     return 0 if ok else 1
 
 
 def import_(arguments: list[str]) -> int:
     """Read a checkpoint of openpi (pi0, pi0.5, with or without LoRA), and write it as weights of ours."""
 
-    def command(path: tyro.conf.Positional[Path], out: Path, param_dtype: str | None = None, cpu_devices: int | None = None) -> tuple:
+    def command(
+        path: tyro.conf.Positional[Path], out: Path, param_dtype: str | None = None, cpu_devices: int | None = None
+    ) -> tuple:
         """
         Args:
             path: Folder of a checkpoint, or of its params.
@@ -63,8 +69,13 @@ def export(arguments: list[str]) -> int:
     """Write a run, a checkpoint or imported weights as openpi's tree, so that openpi restores it."""
 
     def command(
-        path: tyro.conf.Positional[Path], out: Path, merge_lora: bool = True, value: bool = True, average: bool = False,
-        asset_id: str | None = None, cpu_devices: int | None = None,
+        path: tyro.conf.Positional[Path],
+        out: Path,
+        merge_lora: bool = True,
+        value: bool = True,
+        average: bool = False,
+        asset_id: str | None = None,
+        cpu_devices: int | None = None,
     ) -> tuple:
         """
         Args:
@@ -78,7 +89,9 @@ def export(arguments: list[str]) -> int:
         """
         return path, out, merge_lora, value, average, asset_id, cpu_devices
 
-    path, out, merge, value, average, asset_id, devices = tyro.cli(command, args=arguments, prog="sharder weights export", description=export.__doc__)
+    path, out, merge, value, average, asset_id, devices = tyro.cli(
+        command, args=arguments, prog="sharder weights export", description=export.__doc__
+    )
     from sharder import cluster
 
     cluster.initialize(ClusterConfig(cpu_devices=devices))
@@ -93,7 +106,9 @@ COMMANDS = {"import": import_, "export": export, "check": check}
 
 def run(arguments: list[str]) -> int:
     """Raises UserError where there is no such command."""
-    rows = "\n".join(f"  sharder weights {name:8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    rows = "\n".join(
+        f"  sharder weights {name:8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()
+    )
     rows += "\nLlama: sharder weights import FOLDER RECIPE --run-dir DIR, sharder weights export RUN FOLDER"
     if not arguments:
         raise UserError(f"import, export or check is missing:\n{rows}")

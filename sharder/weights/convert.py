@@ -77,8 +77,15 @@ def import_weights(path: Path, out: Path, param_dtype: str | None = None) -> str
     fingerprint, each = fingerprint_of(leaves)
     write_tree(out / "params", unflatten(leaves))
     carry_assets(path, out)
-    described = {f"params/{p}": {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": each[f"params/{p}"]} for p, x in leaves.items()}
-    manifest = {"fingerprint": fingerprint, "model": model_to_dict(model), "versions": {"sharder": __version__, "jax": jax.__version__}}
+    described = {
+        f"params/{p}": {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": each[f"params/{p}"]}
+        for p, x in leaves.items()
+    }
+    manifest = {
+        "fingerprint": fingerprint,
+        "model": model_to_dict(model),
+        "versions": {"sharder": __version__, "jax": jax.__version__},
+    }
     checkpoint.write_manifest(out, {**manifest, "leaves": described})
     loaded = describe_load(file, leaves, declared.params, fit(file, model, declared.params, "none"))
     return f"{model.variant}{' with LoRA' if model.backbone.lora_rank else ''}, {'/'.join(sorted(dtypes))}\n{loaded}\nfingerprint {fingerprint}, written to {out}"
@@ -91,7 +98,9 @@ def with_average(path: Path, leaves: dict[str, jax.Array]) -> dict[str, jax.Arra
     return leaves | average.read(target)
 
 
-def export_weights(path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False, asset_id: str | None = None) -> str:
+def export_weights(
+    path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False, asset_id: str | None = None
+) -> str:
     """Writes openpi's tree from a run, a checkpoint or a folder of ours; returns what to print.
 
     `value`: paths end with `value`, as openpi's trainer writes them. `average`: the moving average, as openpi's `params` of a

@@ -84,7 +84,10 @@ def read(path: Path, compute_dtype: str | None = None) -> Golden:
     params = {name.removeprefix("params/"): x for name, x in arrays.items() if name.startswith("params/")}
     pictures = {m[1]: arrays[name] for name in arrays if (m := re.fullmatch(r"image\d*/(.+)", name))}
     # openpi's order, whatever that of the file.
-    pictures = {camera: pictures[camera] for camera in sorted(pictures, key=lambda c: (c not in CAMERAS, CAMERAS.index(c) if c in CAMERAS else 0))}
+    pictures = {
+        camera: pictures[camera]
+        for camera in sorted(pictures, key=lambda c: (c not in CAMERAS, CAMERAS.index(c) if c in CAMERAS else 0))
+    }
     if not params or not pictures or "input/actions" not in arrays:
         raise UserError(f"{path} is no golden vector: it needs params/..., image<size>/<camera> and input/... arrays.")
     config = detect(
@@ -114,7 +117,11 @@ def check_sizes(config: Pi0Config, facts: dict, path: Path) -> None:
                    "num_heads": config.vision.num_heads},
     }  # fmt: skip
     flat_found, flat_facts = flatten(found), flatten({k: v for k, v in facts.items() if k in found})
-    differ = [f"{k}: {flat_facts[k]} in the .json, {x} in the arrays" for k, x in flat_found.items() if flat_facts.get(k) not in (None, x)]
+    differ = [
+        f"{k}: {flat_facts[k]} in the .json, {x} in the arrays"
+        for k, x in flat_found.items()
+        if flat_facts.get(k) not in (None, x)
+    ]
     if differ:
         raise UserError(f"{path} and its .json do not fit each other: " + "; ".join(differ))
 
@@ -157,7 +164,9 @@ def compare(golden: Golden) -> list[Quantity]:
         error = abs(ours - expected)
         relative = error / max(expected, floor, np.finfo(np.float32).tiny)
         zero = expected < floor and ours < floor
-        rows.append(Quantity(f"grad_norm/{path}", error, relative, bool(zero or relative <= tolerance.grad_norm), expected, ours))
+        rows.append(
+            Quantity(f"grad_norm/{path}", error, relative, bool(zero or relative <= tolerance.grad_norm), expected, ours)
+        )
     return rows
 
 

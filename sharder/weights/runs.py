@@ -14,11 +14,11 @@ from sharder.events import EventLog
 from sharder.models.build import declare, unflatten
 from sharder.models.llama_weights import read_params, write_params
 from sharder.train.fingerprint import combine, digests
+from sharder.train.optimizer import to_float32
 from sharder.train.run_dir import begin, open_attempt
 from sharder.train.saved import describe_save
 from sharder.train.setup import prepare
 from sharder.train.state import TrainState, by_path, create_state
-from sharder.train.optimizer import to_float32
 
 KINDS = {LlamaConfig: (read_params, write_params)}
 """How the weights of each model are read and written."""

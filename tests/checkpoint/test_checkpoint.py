@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 from small import small
@@ -30,7 +29,8 @@ def test_the_manifest_describes_the_run(run_dir):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"policy": "dp"}, {"policy": "fsdp"}, {"policy": "fsdp", "fsdp": 4}, {"policy": "fsdp", "tensor": 2}, {"data": 8}]
+    "parallel",
+    [{"policy": "dp"}, {"policy": "fsdp"}, {"policy": "fsdp", "fsdp": 4}, {"policy": "fsdp", "tensor": 2}, {"data": 8}],
 )
 def test_a_state_restores_into_any_layout(run_dir, parallel):
     """Saved under zero on 1 x 8; the fingerprint of what arrives is that of what was saved."""
@@ -38,7 +38,9 @@ def test_a_state_restores_into_any_layout(run_dir, parallel):
     state = restore_state(setup, run_dir, 12)
     leaves = by_path(state)
     assert all(x.sharding == s for x, s in zip(leaves.values(), by_path(setup.state_shardings).values()))
-    assert numpy_fingerprint({p: np.asarray(x) for p, x in leaves.items()}) == checkpoint.read_manifest(run_dir, 12)["fingerprint"]
+    assert (
+        numpy_fingerprint({p: np.asarray(x) for p, x in leaves.items()}) == checkpoint.read_manifest(run_dir, 12)["fingerprint"]
+    )
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(run_dir):
@@ -46,7 +48,9 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(run_dir):
     (checkpoint.folder(run_dir) / "99").mkdir()
     assert checkpoint.list_steps(run_dir) == [10]
     renamed = checkpoint.set_aside_unfinished(run_dir)
-    assert [name for name, _ in renamed] == ["12.unfinished", "99.unfinished"] and all("never finished" in reason for _, reason in renamed)
+    assert [name for name, _ in renamed] == ["12.unfinished", "99.unfinished"] and all(
+        "never finished" in reason for _, reason in renamed
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 12}', "\x00"])

@@ -15,7 +15,7 @@ from sharder import checkpoint
 from sharder.checkpoint import save
 from sharder.checkpoint.restore import restore_numpy
 from sharder.checkpoint.retention import remove_others, retained
-from sharder.checkpoint.save import Saver, SaveFailed, bytes_to_copy, no_room
+from sharder.checkpoint.save import SaveFailed, Saver, bytes_to_copy, no_room
 from sharder.config import CheckpointConfig
 from sharder.events import EventLog, read_json_lines
 from sharder.train.fingerprint import digests, hex_digest
@@ -113,7 +113,9 @@ def test_a_save_that_storage_refuses_is_said_once_and_takes_nothing_else(tmp_pat
         saver.save(step, small_leaves(), {"leaf_fingerprints": {}})
         saver.wait()
     monkeypatch.undo()
-    assert len(said) == 1 and "checkpoints/1 cannot be written: [Errno 28] No space left" in said[0] and "is of step 0" in said[0]
+    assert (
+        len(said) == 1 and "checkpoints/1 cannot be written: [Errno 28] No space left" in said[0] and "is of step 0" in said[0]
+    )
     assert [p.name for p in checkpoint.folder(tmp_path).iterdir()] == ["0"]
     saver.save(3, small_leaves(), {"leaf_fingerprints": {}})
     saver.close()

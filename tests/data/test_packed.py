@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sharder.config import UserError
 from sharder.data.corpus import Corpus
-from sharder.data.sources import MappedFile, Topic
 from sharder.data.packed import PackedTokens
+from sharder.data.sources import MappedFile, Topic
 from sharder.data.token_files import TokenFiles
 
 

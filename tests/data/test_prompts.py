@@ -53,7 +53,9 @@ def test_tiny_models_need_no_file():
 
 
 def test_paligemma_is_asked_for_where_a_model_has_its_vocabulary():
-    with pytest.raises(UserError, match="Fetch gs://big_vision/paligemma_tokenizer.model to one of them, or give --data.tokenizer"):
+    with pytest.raises(
+        UserError, match="Fetch gs://big_vision/paligemma_tokenizer.model to one of them, or give --data.tokenizer"
+    ):
         open_prompt_tokenizer(None, PALIGEMMA_VOCAB_SIZE)
 
 

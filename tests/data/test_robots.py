@@ -3,7 +3,14 @@ import pytest
 
 from sharder.config import UserError
 from sharder.data.robots import (
-    aloha, aloha_gripper_command_to_angle, aloha_gripper_from_angle, assign_cameras, droid, generic, libero, read_observation,
+    aloha,
+    aloha_gripper_command_to_angle,
+    aloha_gripper_from_angle,
+    assign_cameras,
+    droid,
+    generic,
+    libero,
+    read_observation,
 )  # fmt: skip
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")

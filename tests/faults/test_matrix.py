@@ -15,11 +15,36 @@ from sharder.launch.faults import KINDS, PHASES, Fault
 from sharder.report.verify import compare
 
 pytestmark = needs_tested_jax
-SMALL = ("--parallel.reduction", "exact", "--parallel.virtual-workers", "4", "--checkpoint.every", "4", "--train.validate-every", "6", "--train.steps", "40")
+SMALL = (
+    "--parallel.reduction",
+    "exact",
+    "--parallel.virtual-workers",
+    "4",
+    "--checkpoint.every",
+    "4",
+    "--train.validate-every",
+    "6",
+    "--train.steps",
+    "40",
+)
 
 
 def options(**fields):
-    return Options(**({"faults": 20, "seed": 1, "processes": 2, "devices_per_process": 1, "kinds": KINDS, "step_limit_s": 10.0, "startup_limit_s": 60.0, "reference": None} | fields))
+    return Options(
+        **(
+            {
+                "faults": 20,
+                "seed": 1,
+                "processes": 2,
+                "devices_per_process": 1,
+                "kinds": KINDS,
+                "step_limit_s": 10.0,
+                "startup_limit_s": 60.0,
+                "reference": None,
+            }
+            | fields
+        )
+    )
 
 
 def test_faults_are_drawn_from_the_seed_alone_and_fit_into_the_run():
@@ -102,7 +127,18 @@ def test_every_fault_in_every_phase_and_process(tmp_path, capsys):
 def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):
     """Room for one process only, then for two again: the run saves and goes on each time, without a step redone."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "sharder", "launch", "--processes", "2", "--min-processes", "1", "--devices-per-process", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "sharder",
+        "launch",
+        "--processes",
+        "2",
+        "--min-processes",
+        "1",
+        "--devices-per-process",
+        "1",
+    ]
     command += ["--", "train", RECIPE, "--run-dir", str(run_dir), *SMALL]
     launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     capacity = run_dir / "logs" / "capacity"

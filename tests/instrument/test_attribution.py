@@ -45,7 +45,9 @@ def shares():
 
 
 def test_products_in_a_fusion_divide_it_by_their_flops(shares):
-    assert shares("products") == pytest.approx({("attention", "matrix product"): 0.25, ("feed-forward", "matrix product"): 0.75})
+    assert shares("products") == pytest.approx(
+        {("attention", "matrix product"): 0.25, ("feed-forward", "matrix product"): 0.75}
+    )
 
 
 def test_without_products_bytes_divide_a_fusion(shares):
@@ -81,15 +83,27 @@ def test_what_a_loop_stacks_and_takes_apart_goes_to_its_body():
     attribution = Attribution(program, {})
     loops = [i for instructions in program.computations.values() for i in instructions if i.opcode == "while"]
     bodies = [program.computations[loop.attribute(r"body=%?([\w.\-]+)")] for loop in loops]
-    large = [i for body in bodies for i in body if i.opcode in ("fusion", "dot", "copy") and "[64,64]" in i.type or "[5,64,64]" in i.type]
-    of = {i.name: sum(share for part, share in attribution.split(i.name).items() if part.category == "attention") for i in large}
+    large = [
+        i
+        for body in bodies
+        for i in body
+        if i.opcode in ("fusion", "dot", "copy") and "[64,64]" in i.type or "[5,64,64]" in i.type
+    ]
+    of = {
+        i.name: sum(share for part, share in attribution.split(i.name).items() if part.category == "attention") for i in large
+    }
     assert len(of) >= 4 and min(of.values()) > 0.99, of  # the rest is arithmetic of indices
 
 
 @pytest.mark.parametrize(
     "op_name, scopes, category, direction",
     [
-        ("jit(step)/jvp()/while/body/closed_call/attention/BKMS,BKSH->BKMH/dot_general", ("attention",), "attention", "forward"),
+        (
+            "jit(step)/jvp()/while/body/closed_call/attention/BKMS,BKSH->BKMH/dot_general",
+            ("attention",),
+            "attention",
+            "forward",
+        ),
         ("jit(step)/transpose(jvp(loss))/while/body/dot_general", ("loss",), "loss", "backward"),
         ("jit(step)/while/body/checkpoint/rematted_computation/mlp/mlp/tanh", ("mlp",), "feed-forward", "recomputed"),
         ("jit(step)/vision/while/body/attention/dot_general", ("vision", "attention"), "vision", "forward"),

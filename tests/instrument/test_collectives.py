@@ -1,13 +1,12 @@
 """Collectives read off programs that XLA compiled for eight CPU devices, and off text in the forms that other backends print."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sharder.config import ParallelConfig, TransformerConfig
 from sharder.instrument.collectives import axes_of, read_traffic
@@ -103,14 +102,16 @@ def only(text: str, shape=None, hosts=None):
 
 
 def test_a_combined_collective_counts_all_its_arrays():
-    text = program("%r = (f32[8]{0}, bf16[4,2]{1,0}, /*index=2*/f32[]) all-reduce(%p, %p, %p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add")
+    text = program(
+        "%r = (f32[8]{0}, bf16[4,2]{1,0}, /*index=2*/f32[]) all-reduce(%p, %p, %p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
+    )
     found = only(text)
     assert (found.num_arrays, found.payload_bytes, found.axes) == (3, 8 * 4 + 8 * 2 + 4, ("data", "tensor"))
 
 
 def test_an_asynchronous_start_counts_only_what_comes_out():
     start = "%s = ((bf16[3]{0}, f32[2]{0}), (bf16[12]{0}, f32[8]{0})) all-gather-start(%p, %p), replica_groups=[2,4]<=[8], dimensions={0}"
-    done = "%d = (bf16[12]{0}, f32[8]{0}) all-gather-done(%s), metadata={op_name=\"jit(step)/attention/gather\"}"
+    done = '%d = (bf16[12]{0}, f32[8]{0}) all-gather-done(%s), metadata={op_name="jit(step)/attention/gather"}'
     found = only(program(f"{start}\n  {done}"))
     assert (found.payload_bytes, found.axes, found.scope) == (12 * 2 + 8 * 4, ("tensor",), "attention/gather")
 

@@ -29,7 +29,11 @@ def traced_flops(jaxpr) -> float:
             left = e.invars[0].aval.shape
             total += 2.0 * math.prod(e.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
         inner = [getattr(v, "jaxpr", v) for v in e.params.values() if hasattr(getattr(v, "jaxpr", v), "eqns")]
-        total += e.params.get("length", 1) * sum(map(traced_flops, inner)) if e.primitive.name == "scan" else sum(map(traced_flops, inner))
+        total += (
+            e.params.get("length", 1) * sum(map(traced_flops, inner))
+            if e.primitive.name == "scan"
+            else sum(map(traced_flops, inner))
+        )
     return total
 
 
@@ -44,7 +48,9 @@ def trace(config, gradients: bool) -> float:
         return nnx.merge(declared.graphdef, params).losses(batch, keys)[0].sum()
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    traced = jax.make_jaxpr(jax.value_and_grad(loss) if gradients else loss)(declared.only_trained(whole), whole, batch, keys).jaxpr
+    traced = jax.make_jaxpr(jax.value_and_grad(loss) if gradients else loss)(
+        declared.only_trained(whole), whole, batch, keys
+    ).jaxpr
     return traced_flops(dce_jaxpr(traced, [True] * len(traced.outvars))[0])
 
 

@@ -52,7 +52,11 @@ def test_a_microbatch_is_named_first_and_is_the_largest_that_fits(step, found):
 
 
 def test_policies_degrees_and_remat_that_are_named_fit(step, found):
-    assert len(found) == 4 and any("--model.remat block" in text for text in found) and all("--parallel.policy" in text for text in found[1:])
+    assert (
+        len(found) == 4
+        and any("--model.remat block" in text for text in found)
+        and all("--parallel.policy" in text for text in found[1:])
+    )
     assert all(total(with_options(text)) <= memory_of(step).total // 3 for text in found)
 
 
@@ -72,7 +76,10 @@ def test_a_machine_that_is_too_small_says_by_how_much_and_what_would_fit(step, c
     target = Topology(h100(needed // 3), (1, 4))
     assert say_fit(CONFIG, target, predict_step(step, target.accelerator, 4), needed) == 2
     printed = capsys.readouterr().out
-    assert f"{(needed - needed // 3) / 2**20:,.1f} MiB more than" in printed and "--train.microbatch-size" in printed.split("by prediction:")[1]
+    assert (
+        f"{(needed - needed // 3) / 2**20:,.1f} MiB more than" in printed
+        and "--train.microbatch-size" in printed.split("by prediction:")[1]
+    )
 
 
 def test_a_machine_that_fits_says_how_many_examples_would(step, capsys):
@@ -93,7 +100,9 @@ def test_the_fewest_devices_fit_and_fewer_do_not():
 
 def _totals(num_devices: int):
     for policy in ("fsdp", "zero", "dp"):
-        yield total(applied(CONFIG, {"--parallel.policy": policy, "--model.remat": "block", "--train.microbatch-size": 1}), num_devices)
+        yield total(
+            applied(CONFIG, {"--parallel.policy": policy, "--model.remat": "block", "--train.microbatch-size": 1}), num_devices
+        )
 
 
 def test_the_three_fastest_are_the_first_by_prediction_of_all_that_fit():
@@ -101,7 +110,9 @@ def test_the_three_fastest_are_the_first_by_prediction_of_all_that_fit():
     found = fastest(CONFIG, describe_step, 1, 4, accelerator)
     times = [f.prediction.time.exposed_s for f in found]
     every = fastest(CONFIG, describe_step, 1, 4, accelerator, count=100)
-    assert len(found) == len({f.options for f in found}) == 3 and times == sorted(f.prediction.time.exposed_s for f in every)[:3]
+    assert (
+        len(found) == len({f.options for f in found}) == 3 and times == sorted(f.prediction.time.exposed_s for f in every)[:3]
+    )
     again = predict_step(describe_step(with_options(found[0].options), 4, 4), accelerator, 4)
     assert again.time.exposed_s == pytest.approx(times[0])
 

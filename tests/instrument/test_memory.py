@@ -1,12 +1,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from small import small
 
 from sharder.config import ParallelConfig
 from sharder.instrument.liveness import worst_moment
 from sharder.instrument.memory import estimate_exact_memory, estimate_memory, largest_microbatch
 from sharder.sharding.mesh import MeshShape
-from small import small
 
 MIB = 1 << 20
 
@@ -33,9 +33,9 @@ def test_a_loop_holds_its_stack_from_the_start():
 
 
 def described(policy="zero", mesh=MeshShape(1, 8, 1), **model):
-    from sharder.train.planning import describe_step
-
     import dataclasses
+
+    from sharder.train.planning import describe_step
 
     config = dataclasses.replace(small(), parallel=ParallelConfig(policy, fsdp=mesh.fsdp, data=mesh.data, tensor=mesh.tensor))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
@@ -47,7 +47,11 @@ def test_bfloat16_parameters_with_adamw_are_two_and_two_and_eight_bytes():
     memory = estimate_memory(step.declared, step.plan, step.state, step.batch, 1)
     n = step.declared.num_params
     # The two counters (of steps and of the schedule) are 4 bytes each.
-    assert memory.params == 2 * n and 8 * n < memory.opt_state <= 8 * n + 16 and step.plan.param_bytes_per_device("update") == 2 * n
+    assert (
+        memory.params == 2 * n
+        and 8 * n < memory.opt_state <= 8 * n + 16
+        and step.plan.param_bytes_per_device("update") == 2 * n
+    )
 
 
 def test_state_bytes_are_those_of_the_real_shards():
@@ -62,7 +66,11 @@ def test_state_bytes_are_those_of_the_real_shards():
 
 
 def test_recomputing_blocks_keeps_less_for_the_backward_pass():
-    kept = {r: estimate_memory(s.declared, s.plan, s.state, s.batch, 1).activations for r in ("none", "dots", "block") for s in [described(remat=r)]}
+    kept = {
+        r: estimate_memory(s.declared, s.plan, s.state, s.batch, 1).activations
+        for r in ("none", "dots", "block")
+        for s in [described(remat=r)]
+    }
     assert kept["block"] < kept["dots"] < kept["none"]
 
 

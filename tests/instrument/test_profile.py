@@ -47,7 +47,15 @@ def test_the_step_is_the_median_of_blocked_steps(found):
 
 def test_both_wrong_ways_are_printed_beside_the_right_one(run_dir):
     _, text = run_dir
-    for words in ("median of 3 blocked steps", "coverage", "verdict", "the wrong ways", "cost analysis counts", "roofline", "6ND"):
+    for words in (
+        "median of 3 blocked steps",
+        "coverage",
+        "verdict",
+        "the wrong ways",
+        "cost analysis counts",
+        "roofline",
+        "6ND",
+    ):
         assert words in text
 
 
@@ -65,7 +73,9 @@ def test_json_and_nothing_else_in_exact_mode_over_two_devices():
     assert found["flops_compiled"] == pytest.approx(found["flops_hardware"], rel=0.01)
 
 
-@pytest.mark.parametrize("options, message", [(("--steps", "0"), "--steps is 0"), (("--ablate", "nothing"), "--ablate is nothing")])
+@pytest.mark.parametrize(
+    "options, message", [(("--steps", "0"), "--steps is 0"), (("--ablate", "nothing"), "--ablate is nothing")]
+)
 def test_what_cannot_be_done_is_said_at_once(options, message):
     done = sharder("profile", RECIPE, *ONE, *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

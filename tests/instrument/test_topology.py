@@ -11,7 +11,8 @@ from sharder.models.build import declare
 from sharder.recipes import load_recipe
 
 needs_cuda = pytest.mark.skipif(
-    not util.find_spec("jax_plugins") or not util.find_spec("jax_plugins.xla_cuda12"), reason="the extra plan-cuda is not installed"
+    not util.find_spec("jax_plugins") or not util.find_spec("jax_plugins.xla_cuda12"),
+    reason="the extra plan-cuda is not installed",
 )
 needs_tpu = pytest.mark.skipif(not util.find_spec("libtpu"), reason="the extra plan-tpu is not installed")
 
@@ -22,7 +23,9 @@ def test_a_machine_has_hosts_and_devices():
     assert (parse_topology("v5e:16x16").num_devices, parse_topology("v5e:16x16").devices_per_host) == (256, 8)
 
 
-@pytest.mark.parametrize("text", ["h100", "h100:", "h100:8", "h100:0x8", "h100:2x2x2", "v5p:4x4", "v5e:4x4x4", "h300:1x8", "h100:1x8x"])
+@pytest.mark.parametrize(
+    "text", ["h100", "h100:", "h100:8", "h100:0x8", "h100:2x2x2", "v5p:4x4", "v5e:4x4x4", "h300:1x8", "h100:1x8x"]
+)
 def test_what_is_no_machine_is_refused_with_an_example(text):
     with pytest.raises(UserError, match=r"--topology is '.*(h100:32x8|for example)"):
         parse_topology(text)
@@ -83,7 +86,16 @@ def test_a_step_for_256_tpus_moves_what_a_hand_calculation_says(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe, batch, policy", [("tiny_lm", 256, "zero"), ("gpt", 64, "fsdp"), ("gpt", 64, "dp")])
 def test_the_total_for_a_gpu_is_within_a_tenth_of_the_compiled(tmp_path, recipe, batch, policy):
-    options = ("--parallel.policy", policy, "--train.global-batch-size", batch, "--topology", "h100:1x8", "--report", tmp_path / "found.json")
+    options = (
+        "--parallel.policy",
+        policy,
+        "--train.global-batch-size",
+        batch,
+        "--topology",
+        "h100:1x8",
+        "--report",
+        tmp_path / "found.json",
+    )
     ran = sharder("check", recipe, *options, HOME=str(tmp_path), timeout=1800)
     assert ran.returncode == 0, ran.stderr
     memory = json.loads((tmp_path / "found.json").read_text())["memory"]
@@ -94,7 +106,17 @@ def test_the_total_for_a_gpu_is_within_a_tenth_of_the_compiled(tmp_path, recipe,
 @pytest.mark.slow
 def test_a_step_for_two_hosts_of_gpus_crosses_them_with_what_a_hand_calculation_says(tmp_path):
     options = ("--parallel.policy", "fsdp", "--parallel.data", 2, "--parallel.fsdp", 4, "--train.global-batch-size", 64)
-    ran = sharder("check", "tiny_lm", *options, "--topology", "h100:2x4", "--report", tmp_path / "found.json", HOME=str(tmp_path), timeout=1800)
+    ran = sharder(
+        "check",
+        "tiny_lm",
+        *options,
+        "--topology",
+        "h100:2x4",
+        "--report",
+        tmp_path / "found.json",
+        HOME=str(tmp_path),
+        timeout=1800,
+    )
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     quarter = 4 * declare(load_recipe("tiny_lm").model).num_params / 4

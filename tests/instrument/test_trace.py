@@ -40,7 +40,11 @@ def test_a_hole_is_nobodys_time():
 
 
 def test_a_loop_counts_only_where_nothing_in_it_runs():
-    assert seconds([event(0, 10, "loop"), event(1, 4, "a"), event(4, 9, "b")], containers={"loop"}) == {"loop": 2.0, "a": 3.0, "b": 5.0}
+    assert seconds([event(0, 10, "loop"), event(1, 4, "a"), event(4, 9, "b")], containers={"loop"}) == {
+        "loop": 2.0,
+        "a": 3.0,
+        "b": 5.0,
+    }
 
 
 def test_devices_are_apart():
@@ -49,14 +53,18 @@ def test_devices_are_apart():
 
 
 def test_only_what_lies_in_a_step_counts():
-    assert [(e.start_s, e.end_s) for e in clip([event(0, 3, "a"), event(5, 6, "b"), event(7, 12, "c")], [(1.0, 2.0), (8.0, 9.0)])] == [(1.0, 2.0), (8.0, 9.0)]
+    assert [
+        (e.start_s, e.end_s) for e in clip([event(0, 3, "a"), event(5, 6, "b"), event(7, 12, "c")], [(1.0, 2.0), (8.0, 9.0)])
+    ] == [(1.0, 2.0), (8.0, 9.0)]
 
 
 def test_a_collective_is_hidden_where_its_device_does_something_else():
     """Four seconds, of which one is covered by a product and one by a loop that only contains it."""
     events = [event(0, 4, "gather"), event(3, 6, "d"), event(0, 1, "loop"), event(0, 9, "d", device="cpu:1")]
     found = exposed_share(Trace(events, [(0.0, 10.0)]), lambda m, op: op == "gather", lambda m, op: op == "loop")
-    assert found == 0.75 and exposed_share(Trace(events, [(5.0, 10.0)]), lambda m, op: op == "gather", lambda m, op: False) is None
+    assert (
+        found == 0.75 and exposed_share(Trace(events, [(5.0, 10.0)]), lambda m, op: op == "gather", lambda m, op: False) is None
+    )
 
 
 def programs() -> Programs:
@@ -74,7 +82,9 @@ EVENTS = [event(0, 6, "d"), event(6, 8, "t"), event(8, 9, "u")]
 def test_shares_are_proportions_of_the_trace_in_the_blocked_step():
     """Nine traced seconds of a step of ten: proportions 6, 2 and 1 of nine tenths, and a tenth idle."""
     found = measured(EVENTS)
-    assert found.categories == pytest.approx({"attention": 0.6, "feed-forward": 0.2, "idle": 0.1, "unattributed": 0.1, "data wait": 0.0})
+    assert found.categories == pytest.approx(
+        {"attention": 0.6, "feed-forward": 0.2, "idle": 0.1, "unattributed": 0.1, "data wait": 0.0}
+    )
     assert found.kinds == pytest.approx({"matrix product": 0.6, "elementwise": 0.3, "data wait": 0.0, "idle": 0.1})
     assert found.coverage == {"cpu:0": pytest.approx(0.9)}
 
@@ -101,7 +111,9 @@ def test_waiting_for_data_has_its_share():
 
 
 def test_a_trace_of_another_program_is_refused():
-    with pytest.raises(UserError, match="another program: 100% of its device time is in jit_other, and none of that in jit_step"):
+    with pytest.raises(
+        UserError, match="another program: 100% of its device time is in jit_other, and none of that in jit_step"
+    ):
         measured([event(0, 6, "d", module="jit_other")])
 
 

@@ -56,7 +56,9 @@ def test_a_culprit_is_told_with_signal_phase_step_and_reason():
     assert "by the kernel, for lack of memory" in killed.what
     assert "MemoryError" in of_death(death(0, 1, "Traceback", "MemoryError")).what
     stuck = of_silence(silent(0, Beat("data", 3, 1.0), stopped=True), ())
-    assert describe(stuck, 4) == "process 0 of 4 is stopped (SIGSTOP) and has not reported for 31 s (limit 30 s), in data, step 3"
+    assert (
+        describe(stuck, 4) == "process 0 of 4 is stopped (SIGSTOP) and has not reported for 31 s (limit 30 s), in data, step 3"
+    )
 
 
 def test_only_words_of_its_own_can_come_again():

@@ -68,7 +68,9 @@ def test_the_signal_comes_before_the_time_limit():
 
 
 def test_a_jobset_has_a_pod_for_each_host_and_finds_process_0_by_name():
-    made = jobset.manifest(jobset.Job(4, ARGUMENTS, Path("a"), "image", max_restarts=7, grace_s=90, accelerators=(("nvidia.com/gpu", 8),)))
+    made = jobset.manifest(
+        jobset.Job(4, ARGUMENTS, Path("a"), "image", max_restarts=7, grace_s=90, accelerators=(("nvidia.com/gpu", 8),))
+    )
     job = made["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"] == 4
     pod = job["template"]["spec"]
@@ -88,7 +90,11 @@ def test_a_jobset_has_a_pod_for_each_host_and_finds_process_0_by_name():
 def lost(ours, known, path=""):
     """What of `ours` is not in `known`."""
     if isinstance(ours, dict) and isinstance(known, dict):
-        return [p for key, value in ours.items() for p in (lost(value, known[key], f"{path}.{key}") if key in known else [f"{path}.{key}"])]
+        return [
+            p
+            for key, value in ours.items()
+            for p in (lost(value, known[key], f"{path}.{key}") if key in known else [f"{path}.{key}"])
+        ]
     if isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
         return [p for i, (a, b) in enumerate(zip(ours, known)) for p in lost(a, b, f"{path}[{i}]")]
     return [] if ours == known else [path]
@@ -100,7 +106,9 @@ def test_the_api_knows_every_field_of_a_jobset():
     assert lost(made, JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(made))).to_dict()) == []
     pod = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["graceSeconds"] = pod.pop("terminationGracePeriodSeconds")
-    assert [p.rpartition(".")[2] for p in lost(made, JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(made))).to_dict())] == ["graceSeconds"]
+    assert [
+        p.rpartition(".")[2] for p in lost(made, JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(made))).to_dict())
+    ] == ["graceSeconds"]
 
 
 def test_engines_print_by_default():

@@ -52,6 +52,10 @@ def test_a_lost_host_is_left_out_and_the_run_goes_on_with_the_same_bits(cluster,
     print(f"first new step {again[0]['time_s'] - killed_s:.1f} s after the kill")
     records = metrics(run_dir)
     alone = tmp_path / "alone"
-    subprocess.run(["python", "-m", "sharder", "train", RECIPE, "--run-dir", str(alone), "--train.steps", "60", *options], env=environment(), check=True)
+    subprocess.run(
+        ["python", "-m", "sharder", "train", RECIPE, "--run-dir", str(alone), "--train.steps", "60", *options],
+        env=environment(),
+        check=True,
+    )
     expected = {r["step"]: r["fingerprint"] for r in metrics(alone)}
     assert {r["step"]: r["fingerprint"] for r in records} == expected

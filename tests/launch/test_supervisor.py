@@ -136,7 +136,9 @@ def test_a_signal_to_a_worker_is_no_stop_of_the_run_itself(tmp_path, events, by_
 
 
 def test_the_environment_of_a_worker_is_whole_and_without_proxies_and_settings_of_another():
-    found = worker_environment({"http_proxy": "x", "HTTPS_PROXY": "y", "PATH": "p", "JAX_PROCESS_ID": "9", PARENT: "1.x"}, "host:1234", 4, 2)
+    found = worker_environment(
+        {"http_proxy": "x", "HTTPS_PROXY": "y", "PATH": "p", "JAX_PROCESS_ID": "9", PARENT: "1.x"}, "host:1234", 4, 2
+    )
     assert found == {"PATH": "p", "JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 
 

@@ -19,7 +19,10 @@ def trained(freeze: str) -> set[str]:
 @pytest.mark.parametrize(
     "preset, parts",
     [
-        ("none", {"vision", "llm/tokens", "llm/backbone", "llm/action", "action_in", "action_out", "state", "time_in", "time_out"}),
+        (
+            "none",
+            {"vision", "llm/tokens", "llm/backbone", "llm/action", "action_in", "action_out", "state", "time_in", "time_out"},
+        ),
         ("vision", {"llm/tokens", "llm/backbone", "llm/action", "action_in", "action_out", "state", "time_in", "time_out"}),
         ("backbone", {"vision", "llm/action", "action_in", "action_out", "state", "time_in", "time_out"}),
         ("vision-and-backbone", {"llm/action", "action_in", "action_out", "state", "time_in", "time_out"}),
@@ -32,7 +35,9 @@ def test_a_preset_leaves_these_parts(preset, parts):
 
 def test_language_but_lora_trains_the_image_encoder_and_low_rank_additions():
     paths = trained("language-but-lora")
-    assert all(p.endswith(("lora_a", "lora_b")) for p in paths if p.startswith("llm/")) and any(p.startswith("vision/") for p in paths)
+    assert all(p.endswith(("lora_a", "lora_b")) for p in paths if p.startswith("llm/")) and any(
+        p.startswith("vision/") for p in paths
+    )
 
 
 def test_frozen_parameters_are_bfloat16_and_no_others():
@@ -44,7 +49,10 @@ def test_frozen_parameters_are_bfloat16_and_no_others():
 def test_the_table_adds_up():
     declared = declare(FULL)
     total = describe(declared.params, declared.frozen).splitlines()[-1].replace(",", "").split()[1:]
-    counts = [sum(int(np.prod(d.shape)) for p, d in declared.params.items() if (p in declared.frozen) == frozen) for frozen in (False, True)]
+    counts = [
+        sum(int(np.prod(d.shape)) for p, d in declared.params.items() if (p in declared.frozen) == frozen)
+        for frozen in (False, True)
+    ]
     assert [int(x) for x in total] == [counts[0], 4 * counts[0], counts[1], 2 * counts[1]] and sum(counts) == 3_288_036_112
 
 

@@ -47,8 +47,12 @@ def reference_logits(params: dict, tokens: np.ndarray, config: LlamaConfig) -> n
     frequency = config.rope_theta ** (-np.arange(0, H, 2) / H)
     if config.rope_factor is not None:
         wave = 2 * np.pi / frequency
-        longest, shortest = (config.rope_original_seq_len / f for f in (config.rope_low_freq_factor, config.rope_high_freq_factor))
-        smooth = (config.rope_original_seq_len / wave - config.rope_low_freq_factor) / (config.rope_high_freq_factor - config.rope_low_freq_factor)
+        longest, shortest = (
+            config.rope_original_seq_len / f for f in (config.rope_low_freq_factor, config.rope_high_freq_factor)
+        )
+        smooth = (config.rope_original_seq_len / wave - config.rope_low_freq_factor) / (
+            config.rope_high_freq_factor - config.rope_low_freq_factor
+        )
         mixed = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
         frequency = np.where(wave < shortest, frequency, np.where(wave > longest, frequency / config.rope_factor, mixed))
     turn = np.exp(1j * np.arange(T)[:, None] * frequency)
@@ -75,7 +79,9 @@ def reference_logits(params: dict, tokens: np.ndarray, config: LlamaConfig) -> n
     return norm(x, w["head/norm_scale"]) @ out
 
 
-@pytest.mark.parametrize("config", [TINY, replace(TINY, tie_embeddings=True), STRETCHED], ids=["own output", "tied", "stretched"])
+@pytest.mark.parametrize(
+    "config", [TINY, replace(TINY, tie_embeddings=True), STRETCHED], ids=["own output", "tied", "stretched"]
+)
 def test_logits_are_those_of_llama(config, strict_promotion):
     found = jax.jit(lambda p, t: model(p, config)(t))(random_params(config), TOKENS)
     expected = reference_logits(random_params(config), TOKENS, config)

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 CONFIG = MlpConfig(input_dim=6, hidden_dim=8, num_layers=3, output_dim=4)
 RNG = np.random.default_rng(0)
 INPUTS, TARGETS = RNG.standard_normal((5, 6), np.float32), RNG.standard_normal((5, 4), np.float32)
-PARAMS = unflatten(
-    {path: 0.5 * RNG.standard_normal(decl.shape, np.float32) for path, decl in declare(CONFIG).params.items()}
-)
+PARAMS = unflatten({path: 0.5 * RNG.standard_normal(decl.shape, np.float32) for path, decl in declare(CONFIG).params.items()})
 
 
 def model(params: dict, config: MlpConfig = CONFIG):

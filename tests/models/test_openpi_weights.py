@@ -13,7 +13,11 @@ TINY = Pi0Config(
     backbone=ExpertConfig(embed_dim=10, mlp_dim=14), action_expert=ExpertConfig(embed_dim=8, mlp_dim=6), num_layers=3, num_heads=4,
     num_kv_heads=2, head_dim=6, vocab_size=11, action_dim=5, image_size=(8, 8),
 )  # fmt: skip
-LORA = replace(TINY, backbone=replace(TINY.backbone, lora_rank=2, lora_alpha=2.0), action_expert=replace(TINY.action_expert, lora_rank=3, lora_alpha=3.0))
+LORA = replace(
+    TINY,
+    backbone=replace(TINY.backbone, lora_rank=2, lora_alpha=2.0),
+    action_expert=replace(TINY.action_expert, lora_rank=3, lora_alpha=3.0),
+)
 CASES = {
     "pi0": TINY, "pi05": replace(TINY, variant="pi05"), "lora": LORA, "as many key-value heads": replace(TINY, num_kv_heads=4),
     "lora, as many key-value heads": replace(LORA, num_kv_heads=4),
@@ -35,7 +39,9 @@ def published(name: str) -> tuple[dict, int]:
     text = (Path(__file__).parents[1] / "data" / "openpi_parameter_tree.txt").read_text()
     section = text.split(f"== {name}\n")[1].split("\n==")[0]
     rows = [line.split("\t") for line in section.splitlines() if "\t" in line]
-    return {path: tuple(map(int, shape.strip("(),").split(","))) for path, shape, _ in rows}, int(section.split("TOTAL params ")[1].split()[0])
+    return {path: tuple(map(int, shape.strip("(),").split(","))) for path, shape, _ in rows}, int(
+        section.split("TOTAL params ")[1].split()[0]
+    )
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -100,7 +106,9 @@ def test_value_is_stripped_only_where_every_path_ends_with_it():
     assert without_value(["a/value", "b/c"]) == {"a/value": "a/value", "b/c": "b/c"}
 
 
-@pytest.mark.parametrize("tree, said", [({"x": (1,)}, "no model known here"), (published("pi0_fast")[0], "pi0-FAST")], ids=["other", "fast"])
+@pytest.mark.parametrize(
+    "tree, said", [({"x": (1,)}, "no model known here"), (published("pi0_fast")[0], "pi0-FAST")], ids=["other", "fast"]
+)
 def test_a_tree_of_another_model_is_refused(tree, said):
     with pytest.raises(UserError, match=said):
         detect(tree)

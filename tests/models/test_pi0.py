@@ -27,7 +27,9 @@ def random_params(config: Pi0Config) -> dict:
     """All parameters of order 1, so that no zero hides a mistake."""
     rng = np.random.default_rng(1)
     with jax.ensure_compile_time_eval():  # also where it is first called inside a jit
-        return unflatten({p: jnp.asarray(0.5 * rng.standard_normal(d.shape), d.dtype) for p, d in declare(config).params.items()})
+        return unflatten(
+            {p: jnp.asarray(0.5 * rng.standard_normal(d.shape), d.dtype) for p, d in declare(config).params.items()}
+        )
 
 
 def model(config: Pi0Config, params: dict | None = None) -> Pi0:
@@ -48,7 +50,9 @@ def velocity_of(config: Pi0Config):
 
 def noise_and_time(config: Pi0Config) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(2)
-    return rng.standard_normal((NUM, config.action_horizon, config.action_dim)).astype(np.float32), rng.random(NUM).astype(np.float32)
+    return rng.standard_normal((NUM, config.action_horizon, config.action_dim)).astype(np.float32), rng.random(NUM).astype(
+        np.float32
+    )
 
 
 def test_later_blocks_see_earlier_ones_and_not_the_other_way_round():

@@ -53,7 +53,9 @@ def test_a_process_that_does_not_answer_is_named():
     scripts = [script(timeout=15), script("cluster.self_test = lambda *_: time.sleep(1000)", timeout=15)]
     with started(scripts) as processes:
         (zero, output), (one, told) = ended(processes)
-    assert zero == 2 and "the first collective took more than 15 s" in output and "no answer from process 1 of 2" in output, output
+    assert zero == 2 and "the first collective took more than 15 s" in output and "no answer from process 1 of 2" in output, (
+        output
+    )
     assert one == 2 and "process 0 ended with code 2" in told, told
 
 

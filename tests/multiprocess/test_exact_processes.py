@@ -67,7 +67,9 @@ def test_recipes_of_their_own_size_agree_too(tmp_path, recipe):
     auto = ("--parallel.reduction", "auto")
     whole = run(tmp_path / "whole", 1, 1, *auto, recipe=recipe)
     assert_same(run(tmp_path / "devices", 1, 8, *auto, "--parallel.policy", "fsdp", recipe=recipe), whole)
-    assert_same(run(tmp_path / "processes", 2, 2, *auto, "--parallel.policy", "zero", "--parallel.data", "2", recipe=recipe), whole)
+    assert_same(
+        run(tmp_path / "processes", 2, 2, *auto, "--parallel.policy", "zero", "--parallel.data", "2", recipe=recipe), whole
+    )
 
 
 def test_a_resume_on_other_meshes_goes_on_with_the_same_bits(tmp_path, single):
@@ -101,7 +103,19 @@ def test_a_warm_compile_cache_gives_the_bits_of_a_cold_one(tmp_path, single):
 def test_each_process_reads_its_own_slice_of_every_slot_and_nothing_else(tmp_path):
     recipe = f"{Path(__file__).with_name('recording.py')}:recording"
     options = ("--parallel.reduction", "exact", "--train.steps", "3", "--data.validation-fraction", "0")
-    command = ("launch", "--processes", 2, "--devices-per-process", 1, "--", "train", recipe, "--run-dir", tmp_path / "run", *options)
+    command = (
+        "launch",
+        "--processes",
+        2,
+        "--devices-per-process",
+        1,
+        "--",
+        "train",
+        recipe,
+        "--run-dir",
+        tmp_path / "run",
+        *options,
+    )
     result = sharder(*command, SHARDER_TEST_RECORD=str(tmp_path), PYTHONPATH=str(Path(SMALL).parent))
     assert result.returncode == 0, result.stderr
     order = Order(160, 16, 0)
@@ -112,4 +126,6 @@ def test_each_process_reads_its_own_slice_of_every_slot_and_nothing_else(tmp_pat
         reads = [json.loads(line) for line in (tmp_path / f"{process}.jsonl").read_text().splitlines()]
         trained = [ids for ids in reads if len(ids) == 8]
         assert trained[:3] == expected
-        assert len(trained) == len(reads) - 1 and len([ids for ids in reads if len(ids) == 1]) == 1, "but for one to know the shapes"
+        assert len(trained) == len(reads) - 1 and len([ids for ids in reads if len(ids) == 1]) == 1, (
+            "but for one to know the shapes"
+        )

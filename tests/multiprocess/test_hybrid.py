@@ -14,7 +14,9 @@ HYBRID = ("--parallel.policy", "fsdp", "--parallel.data", "2", "--parallel.fsdp"
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("hybrid") / "run"
-    result = sharder("launch", "--processes", "2", "--devices-per-process", "2", "--", "train", RECIPE, "--run-dir", run_dir, *HYBRID)
+    result = sharder(
+        "launch", "--processes", "2", "--devices-per-process", "2", "--", "train", RECIPE, "--run-dir", run_dir, *HYBRID
+    )
     assert result.returncode == 0, result.stderr
     return run_dir
 

@@ -61,7 +61,17 @@ def test_restore(tmp_path, who):
 @pytest.mark.parametrize("who", BOTH)
 def test_step(tmp_path, who):
     """All agree on a step, and save there."""
-    run(tmp_path, "step", who, "--train.steps", 100_000, "--checkpoint.every", 0, recipe=RECIPE, seen=lambda: len(steps(tmp_path / "run")) > 2)
+    run(
+        tmp_path,
+        "step",
+        who,
+        "--train.steps",
+        100_000,
+        "--checkpoint.every",
+        0,
+        recipe=RECIPE,
+        seen=lambda: len(steps(tmp_path / "run")) > 2,
+    )
     assert newest(tmp_path / "run") == steps(tmp_path / "run")[-1]
 
 

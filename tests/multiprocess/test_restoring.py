@@ -20,7 +20,20 @@ EXACT = ("train", RECIPE, "--parallel.reduction", "exact", "--parallel.policy", 
 
 def launch(processes, run_dir, *options):
     """One attempt: the tests start the next one."""
-    return ("launch", "--max-restarts", 0, "--processes", processes, "--devices-per-process", 2 // processes, "--", *EXACT, "--run-dir", run_dir, *options)
+    return (
+        "launch",
+        "--max-restarts",
+        0,
+        "--processes",
+        processes,
+        "--devices-per-process",
+        2 // processes,
+        "--",
+        *EXACT,
+        "--run-dir",
+        run_dir,
+        *options,
+    )
 
 
 def events(run_dir, kind):
@@ -40,7 +53,9 @@ def test_one_process_goes_on_from_the_memory_of_two_that_were_killed(tmp_path, w
     run_dir = tmp_path / "run"
     options = ("--checkpoint.every", "0", "--checkpoint.snapshot-every", "1", "--train.steps", "40")
     command = [sys.executable, "-m", "sharder", *map(str, launch(2, run_dir, *options))]
-    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    launcher = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     while len(read_json_lines(run_dir / "metrics.jsonl")[0]) < 6 and launcher.poll() is None:
         time.sleep(0.05)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True).stdout.split()

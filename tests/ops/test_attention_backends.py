@@ -70,7 +70,10 @@ def test_bfloat16_is_as_close_as_its_rounding(name):
 @cache
 def scratch_bytes(name: str, length: int) -> int:
     """Of forward and backward of one call of pi0's shape, one example."""
-    q, kv, mask = (jax.ShapeDtypeStruct(s, t) for s, t in (((1, length, 8, 64), jnp.float32), ((1, length, 1, 64), jnp.float32), ((1, length, length), bool)))
+    q, kv, mask = (
+        jax.ShapeDtypeStruct(s, t)
+        for s, t in (((1, length, 8, 64), jnp.float32), ((1, length, 1, 64), jnp.float32), ((1, length, length), bool))
+    )
     loss = lambda q, k, v, mask: BACKENDS[name](q, k, v, mask, scale=SCALE).sum()  # noqa: E731
     program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv, mask).compile()
     return program.memory_analysis().temp_size_in_bytes
@@ -88,7 +91,10 @@ def test_chunked_scratch_grows_by_no_more_than_what_every_token_needs(monkeypatc
 
 def test_cudnn_says_which_limit_and_what_instead():
     q, k, v, mask, _ = draw(SHAPES[0])
-    with pytest.raises(UserError, match="cudnn, which cannot serve this call: it runs on NVIDIA GPUs, and this is cpu. auto would take reference"):
+    with pytest.raises(
+        UserError,
+        match="cudnn, which cannot serve this call: it runs on NVIDIA GPUs, and this is cpu. auto would take reference",
+    ):
         attend("cudnn", q, k, v, mask, scale=SCALE)
 
 
@@ -96,7 +102,8 @@ GPU = dict(batch=1, queries=867, keys=867, heads=8, kv_heads=1, dtype="bfloat16"
 
 
 @pytest.mark.parametrize(
-    "head_dim, capability, served", [(256, 9.0, True), (256, 8.0, False), (128, 8.0, True), (264, 9.0, False), (100, 9.0, False)]
+    "head_dim, capability, served",
+    [(256, 9.0, True), (256, 8.0, False), (128, 8.0, True), (264, 9.0, False), (100, 9.0, False)],
 )
 def test_cudnn_serves_head_dimensions_by_generation(head_dim, capability, served):
     assert (limit("cudnn", Call(**GPU, head_dim=head_dim, compute_capability=capability)) is None) == served

@@ -1,5 +1,3 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +5,6 @@ import optax
 import pytest
 
 from sharder.config import ParallelConfig
-from sharder.ops import cross_entropy as module
 from sharder.ops.attention import MASKED
 from sharder.ops.cross_entropy import chunk_size, cross_entropy
 from sharder.ops.layout import SINGLE
@@ -27,7 +24,9 @@ def reference(x, out):
     """In float64, all logits at once."""
     logits = np.asarray(x, np.float64) @ np.asarray(out, np.float64)[:, :VALID]
     largest = logits.max(-1, keepdims=True)
-    return (np.log(np.exp(logits - largest).sum(-1)) + largest[..., 0]) - np.take_along_axis(logits, TARGETS[..., None], -1)[..., 0]
+    return (np.log(np.exp(logits - largest).sum(-1)) + largest[..., 0]) - np.take_along_axis(logits, TARGETS[..., None], -1)[
+        ..., 0
+    ]
 
 
 def losses(x, out, targets, num_valid, layout):
@@ -61,7 +60,9 @@ def test_gradients_are_those_of_all_logits_at_once(name, of, strict_promotion):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens, vocab, size", [(128, 256, 16), (1024, 50432, 64), (1024, 1 << 23, 1), (3, 256, 1), (6, 256, 1), (24, 8, 3)])
+@pytest.mark.parametrize(
+    "tokens, vocab, size", [(128, 256, 16), (1024, 50432, 64), (1024, 1 << 23, 1), (3, 256, 1), (6, 256, 1), (24, 8, 3)]
+)
 def test_a_chunk_divides_the_sequence_and_is_bounded(tokens, vocab, size):
     assert chunk_size(tokens, vocab) == size
 

@@ -64,10 +64,14 @@ def test_gradients_of_a_bfloat16_product_are_those_of_float32(shape):
 
 def test_gradients_of_bfloat16_weights_and_biases_are_summed_in_float32():
     x = jnp.ones((4, 3), jnp.bfloat16)
-    backward = jax.make_jaxpr(lambda x, w, g: jax.vjp(linear, x, w)[1](g)[1])(x, jnp.ones((3, 5), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16))
+    backward = jax.make_jaxpr(lambda x, w, g: jax.vjp(linear, x, w)[1](g)[1])(
+        x, jnp.ones((3, 5), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
+    )
     assert [str(e.outvars[0].aval.dtype) for e in backward.eqns if e.primitive.name == "dot_general"][-1] == "float32"
     # bfloat16 has no 257 .. 299: adding ones one by one stays at 256.
-    found = jax.grad(lambda b: add_bias(jnp.zeros((300, 2), jnp.bfloat16), b).astype(jnp.float32).sum())(jnp.zeros(2, jnp.bfloat16))
+    found = jax.grad(lambda b: add_bias(jnp.zeros((300, 2), jnp.bfloat16), b).astype(jnp.float32).sum())(
+        jnp.zeros(2, jnp.bfloat16)
+    )
     assert found.dtype == jnp.bfloat16 and found.tolist() == [300.0, 300.0]
 
 

@@ -9,8 +9,16 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from sharder.ops.ordered import (
-    LANES, Chunking, TreeAccumulator, chunk_rows, filled_pairwise_sum, lane_squares, num_chunks, ordered_sum,
-    filled_pairwise_sum, ordered_sums_of_squares, pairwise_sum,
+    LANES,
+    Chunking,
+    TreeAccumulator,
+    chunk_rows,
+    filled_pairwise_sum,
+    lane_squares,
+    num_chunks,
+    ordered_sum,
+    ordered_sums_of_squares,
+    pairwise_sum,
 )  # fmt: skip
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (8, 1), (1, 8)]
@@ -115,7 +123,9 @@ def test_the_norm_has_the_same_bits_divided_or_whole(data, fsdp):
     assert float(reference) == pytest.approx(exact, rel=1e-6)
 
     divided = [c if shape[dim] % fsdp else Chunking(dim, c.num_chunks, fsdp, 1) for c, (shape, dim) in zip(whole, LEAVES)]
-    specs = [PartitionSpec(*("fsdp" if i == c.dim and c.fsdp > 1 else None for i in range(x.ndim))) for c, x in zip(divided, leaves)]
+    specs = [
+        PartitionSpec(*("fsdp" if i == c.dim and c.fsdp > 1 else None for i in range(x.ndim))) for c, x in zip(divided, leaves)
+    ]
     program = jax.jit(jax.shard_map(
         lambda *x: filled_pairwise_sum(ordered_sums_of_squares(x, divided)), mesh=mesh_of(data, fsdp), in_specs=tuple(specs), out_specs=PartitionSpec(),
         axis_names={"data", "fsdp", "tensor"}, check_vma=False,
@@ -131,4 +141,6 @@ def test_chunks_are_powers_of_two_that_divide():
 
 def test_filling_up_with_zeros_changes_no_bits():
     x = terms(5, (3,), 6)
-    assert np.array_equal(filled_pairwise_sum(jnp.asarray(x[:, 0])), tree([*x[:, 0], np.float32(0), np.float32(0), np.float32(0)]))
+    assert np.array_equal(
+        filled_pairwise_sum(jnp.asarray(x[:, 0])), tree([*x[:, 0], np.float32(0), np.float32(0), np.float32(0)])
+    )

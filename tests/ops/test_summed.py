@@ -17,7 +17,12 @@ TABLE = np.random.default_rng(1).standard_normal((V, D)).astype(np.float32)
 
 
 def divided(tensor=("vocab",)) -> ComputeLayout:
-    plan = make_plan({}, AxisRules(names=frozenset({"vocab", "embed"}), tensor=tensor, storage=("vocab",)), ParallelConfig(), MeshShape(2, 2, 2))
+    plan = make_plan(
+        {},
+        AxisRules(names=frozenset({"vocab", "embed"}), tensor=tensor, storage=("vocab",)),
+        ParallelConfig(),
+        MeshShape(2, 2, 2),
+    )
     return ComputeLayout(make_mesh(MeshShape(2, 2, 2)), plan, "update")
 
 

@@ -15,7 +15,9 @@ def test_narrowed_is_rounded_to_nearest_even_for_every_kind_of_number():
     bits = np.concatenate([np.random.default_rng().integers(0, 2**32, 100_000, np.uint32), special])
     x = bits.view(np.float32)
     x = x[~np.isnan(x)]
-    assert np.array_equal(np.asarray(narrowed(x, jnp.bfloat16)).view(np.uint16), np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16))
+    assert np.array_equal(
+        np.asarray(narrowed(x, jnp.bfloat16)).view(np.uint16), np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16)
+    )
 
 
 def test_a_nan_stays_one_whatever_its_payload():
@@ -47,5 +49,7 @@ def test_replicas_add_up_the_gradients_of_norms_in_float32(norm):
     x = jax.device_put(jnp.broadcast_to(signs, (8, 2, 32)), over)
     slope = jnp.array([[1, 1 / 256]] * 4 + [[-1, 0]] * 4, jnp.bfloat16)[:, :, None] * jnp.ones(32, jnp.bfloat16)
     loss = lambda p, x, slope: jnp.sum((norm(x, p) * slope).astype(jnp.float32))  # noqa: E731
-    gradient = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P()))(jnp.zeros(32, jnp.bfloat16), x, jax.device_put(slope, over))
+    gradient = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P()))(
+        jnp.zeros(32, jnp.bfloat16), x, jax.device_put(slope, over)
+    )
     assert np.asarray(jnp.abs(gradient), float) == pytest.approx(np.full(32, 1 / 64), rel=0.01)

@@ -21,7 +21,9 @@ CONFIG = LlamaConfig(
 CONFIGS = {
     "own output": CONFIG,
     "tied": replace(CONFIG, tie_embeddings=True),
-    "stretched": replace(CONFIG, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0, rope_original_seq_len=32),
+    "stretched": replace(
+        CONFIG, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0, rope_original_seq_len=32
+    ),
 }
 
 
@@ -42,7 +44,9 @@ def test_logits_of_exported_weights_are_those_of_transformers(tmp_path, config):
     params = {p: (0.2 * rng.standard_normal(d.shape)).astype(np.float32) for p, d in declare(config).params.items()}
     tokens = rng.integers(0, config.vocab_size, (2, 48)).astype(np.int32)
     write_params(tmp_path / "model", config, params)
-    np.testing.assert_allclose(our_logits(params, config, tokens), their_logits(tmp_path / "model", tokens), rtol=1e-3, atol=2e-4)
+    np.testing.assert_allclose(
+        our_logits(params, config, tokens), their_logits(tmp_path / "model", tokens), rtol=1e-3, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -55,4 +59,6 @@ def test_weights_that_transformers_saved_are_imported(tmp_path, config):
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
     tokens = np.random.default_rng().integers(0, config.vocab_size, (2, 48)).astype(np.int32)
     params = read_params(tmp_path / "model", config, declare(config).params)
-    np.testing.assert_allclose(our_logits(params, config, tokens), their_logits(tmp_path / "model", tokens), rtol=1e-3, atol=2e-4)
+    np.testing.assert_allclose(
+        our_logits(params, config, tokens), their_logits(tmp_path / "model", tokens), rtol=1e-3, atol=2e-4
+    )

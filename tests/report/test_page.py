@@ -42,7 +42,14 @@ def make_run(folder, records, events=(), tail: str = ""):
 def test_what_was_not_recorded_leaves_a_named_gap(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "a", [record(1), record(2)]))])
     gaps = re.findall(r'class="gap">Not recorded: ([^.<]+\S*)', page)
-    assert {g.split()[0] for g in gaps} == {"events.jsonl.", "steps/process_N.jsonl.", "profile/profile.json.", "predicted", "collectives", "plan.json."}
+    assert {g.split()[0] for g in gaps} == {
+        "events.jsonl.",
+        "steps/process_N.jsonl.",
+        "profile/profile.json.",
+        "predicted",
+        "collectives",
+        "plan.json.",
+    }
     assert page.count("<svg") == 6  # loss, norm, rate, tokens/s, step time, utilisation
 
 
@@ -74,7 +81,10 @@ def test_several_runs_are_overlaid_and_compared(tmp_path):
 def test_the_page_needs_no_network(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "a", [record(1), record(2)], [event(0, "start"), event(1, "first_step")]))])
     named = set(re.findall(r"https?://[^\s\"'<>]+", page))
-    assert all(url.startswith(("http://www.w3.org/", "http://purl.org/", "http://creativecommons.org/", "https://matplotlib.org/")) for url in named)
+    assert all(
+        url.startswith(("http://www.w3.org/", "http://purl.org/", "http://creativecommons.org/", "https://matplotlib.org/"))
+        for url in named
+    )
     assert "<script" not in page and "<link" not in page and "@import" not in page
 
 
@@ -85,7 +95,14 @@ def test_identifiers_of_figures_do_not_collide(tmp_path):
 
 
 def test_an_attempt_that_ended_without_a_word_is_a_fault():
-    events = [event(0, "start"), event(2, "first_step", step=1), event(6, "save", step=5), event(10, "start", 2), event(11, "first_step", 2), event(14, "end", 2)]
+    events = [
+        event(0, "start"),
+        event(2, "first_step", step=1),
+        event(6, "save", step=5),
+        event(10, "start", 2),
+        event(11, "first_step", 2),
+        event(14, "end", 2),
+    ]
     found = make_timeline(events, {1: 1008.0})
     assert [(s.kind, s.attempt, s.start_s, s.end_s) for s in found.spans] == [
         ("starting", 1, 0, 2), ("stepping", 1, 2, 8), ("down", 1, 8, 10), ("starting", 2, 10, 11), ("stepping", 2, 11, 14)
@@ -97,8 +114,21 @@ def test_an_attempt_that_ended_without_a_word_is_a_fault():
 def test_the_page_of_a_killed_and_resumed_run(tmp_path):
     """A real run, killed, resumed by the same command: both attempts, the fault, and every part that a run records."""
     run = tmp_path / "run"
-    arguments = ["train", RECIPE, "--run-dir", str(run), "--cluster.cpu-devices", "1", "--train.steps", "400", "--checkpoint.every", "10"]
-    process = subprocess.Popen([sys.executable, "-m", "sharder", *arguments], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [
+        "train",
+        RECIPE,
+        "--run-dir",
+        str(run),
+        "--cluster.cpu-devices",
+        "1",
+        "--train.steps",
+        "400",
+        "--checkpoint.every",
+        "10",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sharder", *arguments], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     metrics = run / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 25) and process.poll() is None:
@@ -112,5 +142,9 @@ def test_the_page_of_a_killed_and_resumed_run(tmp_path):
     assert done.returncode == 0, done.stderr
     page = (run / "report.html").read_text()
     assert "attempt 1 ended without a word" in page and "attempt 2" in page and "process 0" in page
-    assert set(re.findall(r"Not recorded: ([^.<]+)", page)) == {"profile/profile", "predicted and measured memory", "collectives of the compiled step"}
+    assert set(re.findall(r"Not recorded: ([^.<]+)", page)) == {
+        "profile/profile",
+        "predicted and measured memory",
+        "collectives of the compiled step",
+    }
     assert "step 60 of 60" in " ".join(sharder("watch", run).stdout.split())

@@ -114,7 +114,9 @@ def test_a_cut_off_line_is_counted_not_compared(tmp_path):
     assert result.identical and result.num_unreadable == 1
 
 
-@pytest.mark.parametrize("line", ["42", "null", "[1]", "{", "\xff", '{"loss_hex": "0x1p+0", "fingerprint": "a"}', '{"step": 2, "fingerprint": "a"}'])
+@pytest.mark.parametrize(
+    "line", ["42", "null", "[1]", "{", "\xff", '{"loss_hex": "0x1p+0", "fingerprint": "a"}', '{"step": 2, "fingerprint": "a"}']
+)
 def test_a_damaged_line_inside_an_attempt_is_not_comparable(tmp_path, line):
     a, b = run(tmp_path / "a", [record(1)]), run(tmp_path / "b", [record(1)])
     with open(a / "metrics.jsonl", "ab") as file:

@@ -41,7 +41,16 @@ def robot_run(tmp_path_factory, robot_config) -> Path:
     return write_run(robot_config, tmp_path_factory.mktemp("run") / "run")
 
 
-def open_it(path, step=None, assets=None, *, model=ModelOptions(), robot=RobotOptions(), sampling=SamplingOptions(), parallel=ParallelConfig(policy="dp")):
+def open_it(
+    path,
+    step=None,
+    assets=None,
+    *,
+    model=ModelOptions(),
+    robot=RobotOptions(),
+    sampling=SamplingOptions(),
+    parallel=ParallelConfig(policy="dp"),
+):
     return open_policy(find(path, step, assets), model, robot, sampling, parallel, None)
 
 

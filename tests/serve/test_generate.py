@@ -8,8 +8,7 @@ from flax import nnx
 from small import small
 
 from sharder.checkpoint.restore import restore_numpy
-from sharder.config import UserError
-from sharder.config import ParallelConfig
+from sharder.config import ParallelConfig, UserError
 from sharder.data.tokenize import ByteTokenizer
 from sharder.models.build import declare, initial_params
 from sharder.serve import generate as module
@@ -47,7 +46,18 @@ def load_params(declared, run_dir, step):
 def generate(generator, params, prompt, num_new, temperature=0.0, top_k=0, seed=0, length=32):
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt
-    return np.asarray(generator(params, tokens, np.int32(0), np.int32(len(prompt)), np.int32(num_new), np.uint32(seed), np.float32(temperature), np.int32(top_k)))
+    return np.asarray(
+        generator(
+            params,
+            tokens,
+            np.int32(0),
+            np.int32(len(prompt)),
+            np.int32(num_new),
+            np.uint32(seed),
+            np.float32(temperature),
+            np.int32(top_k),
+        )
+    )
 
 
 def test_greedy_equals_the_uncached_argmax(trained):
@@ -171,7 +181,9 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(data=2, tensor=2), ParallelConfig(policy="fsdp", fsdp=4, tensor=2)], ids=["data 2, tensor 2", "fsdp 4, tensor 2"]
+    "parallel",
+    [ParallelConfig(data=2, tensor=2), ParallelConfig(policy="fsdp", fsdp=4, tensor=2)],
+    ids=["data 2, tensor 2", "fsdp 4, tensor 2"],
 )
 def test_a_mesh_gives_the_greedy_tokens_of_one_device(trained, parallel):
     config, run_dir = trained

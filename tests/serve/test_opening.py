@@ -32,7 +32,11 @@ def test_the_newest_checkpoint_is_served_or_the_one_that_is_asked_for(opened, ro
     example = policy.read(observation)
     newest, older = (opened(robot_run, step).act([example], 1)[0] for step in (None, 1))
     below = opened(robot_run / "checkpoints" / "1").act([example], 1)[0]
-    assert np.array_equal(newest, policy.act([example], 1)[0]) and np.array_equal(older, below) and not np.array_equal(newest, older)
+    assert (
+        np.array_equal(newest, policy.act([example], 1)[0])
+        and np.array_equal(older, below)
+        and not np.array_equal(newest, older)
+    )
 
 
 def test_a_run_says_how_it_is_asked(robot_run, policy):
@@ -45,13 +49,18 @@ def test_a_run_says_how_it_is_asked(robot_run, policy):
 
 
 def test_other_names_of_a_request_may_be_given(opened, robot_run, policy, observation):
-    renamed = opened(robot_run, robot=RobotOptions(cameras=("base_0_rgb=a/top", "left_wrist_0_rgb=a/wrist"), state=("joints",), prompt="do task 0"))
+    renamed = opened(
+        robot_run,
+        robot=RobotOptions(cameras=("base_0_rgb=a/top", "left_wrist_0_rgb=a/wrist"), state=("joints",), prompt="do task 0"),
+    )
     pictures = {"top": observation["observation.images.top"], "wrist": observation["observation.images.wrist"]}
     found = renamed.read({"a": pictures, "joints": observation["observation.state"]})
     assert np.array_equal(found.noise_TA, policy.read(observation).noise_TA)
 
 
-def test_what_is_exported_gives_the_same_actions_with_the_statistics_that_were_carried(tmp_path, opened, robot_run, policy, observation):
+def test_what_is_exported_gives_the_same_actions_with_the_statistics_that_were_carried(
+    tmp_path, opened, robot_run, policy, observation
+):
     export_weights(robot_run, tmp_path / "out", asset_id="me/arm")
     assert (tmp_path / "out" / "assets" / "me" / "arm" / "norm_stats.json").is_file()
     exported = opened(tmp_path / "out", model=ModelOptions(compute_dtype="float32"))
@@ -82,7 +91,9 @@ def test_imported_weights_bring_the_statistics_along(tmp_path, openpi):
 
 def test_several_robots_statistics_are_chosen_from(openpi):
     shutil.copytree(openpi / "assets" / "someone", openpi / "assets" / "other")
-    with pytest.raises(UserError, match="statistics of several robots: choose one of .*other/libero, .*someone/libero with --assets"):
+    with pytest.raises(
+        UserError, match="statistics of several robots: choose one of .*other/libero, .*someone/libero with --assets"
+    ):
         find(openpi, None)
 
 
@@ -106,7 +117,10 @@ def test_statistics_without_quantiles_are_said(opened, openpi):
     "options, message",
     [
         ({"robot": RobotOptions(cameras=("x=y",))}, "--robot.cameras names 'x', but the model's cameras are base_0_rgb"),
-        ({"robot": RobotOptions(policy="aloha")}, "--robot.policy aloha has 14 numbers, but the model's states and actions have 8"),
+        (
+            {"robot": RobotOptions(policy="aloha")},
+            "--robot.policy aloha has 14 numbers, but the model's states and actions have 8",
+        ),
         ({"model": ModelOptions(state_in_prompt=True)}, "--model.state-in-prompt is of pi0.5"),
     ],
     ids=["camera", "robot", "prompt"],
@@ -151,7 +165,9 @@ def test_a_damaged_checkpoint_is_not_served(tmp_path, opened, robot_run):
 
 
 def test_a_run_on_made_up_examples_is_served_without_statistics(tmp_path, opened, robot_config, policy):
-    config = dataclasses.replace(robot_config, data=dataclasses.replace(robot_config.data, path=None, source="synthetic", num_examples=8))
+    config = dataclasses.replace(
+        robot_config, data=dataclasses.replace(robot_config.data, path=None, source="synthetic", num_examples=8)
+    )
     found = opened(write_run(config, tmp_path / "run", (1,)))
     assert found.describe() | {"cameras": 0} == policy.describe() | {
         "cameras": 0, "state": ["state"], "state_dim": None, "num_actions": 8, "normalization": "none", "relative": [],

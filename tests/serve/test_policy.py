@@ -30,7 +30,9 @@ def sampled_directly(config, run_dir, step, batch, noise) -> np.ndarray:
     saved = restore_numpy(run_dir, step)
     params = unflatten({path.removeprefix("params/"): x for path, x in saved.items() if path.startswith("params/")})
     graphdef = declare(config.model).graphdef
-    return np.asarray(jax.jit(lambda *arguments: nnx.merge(graphdef, arguments[0]).sample(*arguments[1:]))(params, batch, noise))
+    return np.asarray(
+        jax.jit(lambda *arguments: nnx.merge(graphdef, arguments[0]).sample(*arguments[1:]))(params, batch, noise)
+    )
 
 
 def test_actions_are_those_of_the_sampler_on_the_example_of_the_training_pipeline(tmp_path, robot_config, robot_run, policy):
@@ -42,7 +44,13 @@ def test_actions_are_those_of_the_sampler_on_the_example_of_the_training_pipelin
     for name, rows in batch.items():
         if not name.startswith("action"):
             assert np.array_equal(np.stack([e.batch[name] for e in examples]), rows), name
-    sampled = sampled_directly(robot_config, robot_run, 2, {k: x for k, x in batch.items() if "action" not in k}, np.stack([e.noise_TA for e in examples]))
+    sampled = sampled_directly(
+        robot_config,
+        robot_run,
+        2,
+        {k: x for k, x in batch.items() if "action" not in k},
+        np.stack([e.noise_TA for e in examples]),
+    )
     stats = dataset.norm_stats["actions"]
     expected = sampled[:, :, :2] * (stats.std + 1e-6) + stats.mean
     expected[:, :, 0] += columns["observation.state"][frames, 0][:, None]  # the first is relative, the second is not
@@ -62,14 +70,26 @@ def test_the_prompt_of_pi05_has_the_state_of_the_request(tmp_path, robot_config,
 
 @pytest.mark.parametrize(
     "robot, normalization, state_dim, action_dim",
-    [(RobotConfig(relative=(1, -1)), "z_score", 3, 2), (RobotConfig(relative=(2,), least_range=10.0), "quantile", 3, 2), (RobotConfig(), "none", 2, 3)],
+    [
+        (RobotConfig(relative=(1, -1)), "z_score", 3, 2),
+        (RobotConfig(relative=(2,), least_range=10.0), "quantile", 3, 2),
+        (RobotConfig(), "none", 2, 3),
+    ],
 )
 def test_what_training_does_to_actions_is_undone(tmp_path, robot_config, policy, robot, normalization, state_dim, action_dim):
     check_round_trip(tmp_path, robot_config, policy, robot, normalization, state_dim, action_dim)
 
 
 def test_what_training_does_to_those_of_aloha_is_undone(tmp_path, robot_config, policy):
-    check_round_trip(tmp_path, robot_config, policy, RobotConfig(policy="aloha", cameras=("base_0_rgb=observation.images.top",)), "quantile", 14, 14)
+    check_round_trip(
+        tmp_path,
+        robot_config,
+        policy,
+        RobotConfig(policy="aloha", cameras=("base_0_rgb=observation.images.top",)),
+        "quantile",
+        14,
+        14,
+    )
 
 
 def check_round_trip(tmp_path, config, policy, robot, normalization, state_dim, action_dim):
@@ -106,7 +126,10 @@ def test_an_example_in_a_batch_is_the_example_alone(policy, observation):
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(policy="dp", tensor=2), pytest.param(ParallelConfig(policy="fsdp", fsdp=2, replicate=("action_out/bias",)), marks=pytest.mark.slow)],
+    [
+        ParallelConfig(policy="dp", tensor=2),
+        pytest.param(ParallelConfig(policy="fsdp", fsdp=2, replicate=("action_out/bias",)), marks=pytest.mark.slow),
+    ],
     ids=["tensor", "fsdp"],
 )
 def test_several_devices_give_the_same_actions(opened, robot_run, policy, observation, parallel):

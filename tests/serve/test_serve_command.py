@@ -23,7 +23,10 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(robot_run):
         port = taken.getsockname()[1]
         result = sharder("serve", robot_run, "--port", port)
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == f"error: --host 127.0.0.1 --port {port} cannot be listened at: Address already in use. Give another --port, or 0 for any.\n"
+    assert (
+        result.stderr
+        == f"error: --host 127.0.0.1 --port {port} cannot be listened at: Address already in use. Give another --port, or 0 for any.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,18 +64,40 @@ def test_help_explains_every_argument(capsys):
     with pytest.raises(SystemExit) as ended:
         run(["--help"])
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ended.value.code == 0 and "or a checkpoint of openpi" in said and "Address to listen at" in said and "unset: the latest" in said
+    assert (
+        ended.value.code == 0
+        and "or a checkpoint of openpi" in said
+        and "Address to listen at" in said
+        and "unset: the latest" in said
+    )
 
 
 def test_it_compiles_listens_answers_and_ends_with_0_at_a_signal(tmp_path, robot_run, policy, observation):
     (tmp_path / "key").write_text("secret\n")
     (tmp_path / "metadata.json").write_text(json.dumps({"reset_pose": [0.5]}))
-    command = [sys.executable, "-m", "sharder", "serve", robot_run, "--port", 0, "--batch-sizes", 1, "--api-key-file", tmp_path / "key", "--metadata", tmp_path / "metadata.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "sharder",
+        "serve",
+        robot_run,
+        "--port",
+        0,
+        "--batch-sizes",
+        1,
+        "--api-key-file",
+        tmp_path / "key",
+        "--metadata",
+        tmp_path / "metadata.json",
+    ]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen([*map(str, command)], env=environment(), stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         lines = [process.stdout.readline() for _ in range(2)]
-        assert lines[0].startswith(f"{robot_run} at step 2: ") and lines[1].startswith("serving at ws://127.0.0.1:"), (lines, (tmp_path / "log").read_text())
+        assert lines[0].startswith(f"{robot_run} at step 2: ") and lines[1].startswith("serving at ws://127.0.0.1:"), (
+            lines,
+            (tmp_path / "log").read_text(),
+        )
         address = lines[1].removeprefix("serving at ").strip()
         with connect(address, compression=None, additional_headers={"Authorization": "Api-Key secret"}) as connection:
             metadata = unpack(connection.recv(LONG_S))
@@ -87,5 +112,3 @@ def test_it_compiles_listens_answers_and_ends_with_0_at_a_signal(tmp_path, robot
         process.wait()
         process.stdout.close()
     assert "Traceback" not in (tmp_path / "log").read_text()
-
-

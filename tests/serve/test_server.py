@@ -19,7 +19,9 @@ LONG_S = 120
 
 
 def client(port: int, **options):
-    return connect(f"ws://127.0.0.1:{port}", compression=None, max_size=None, open_timeout=LONG_S, close_timeout=LONG_S, **options)
+    return connect(
+        f"ws://127.0.0.1:{port}", compression=None, max_size=None, open_timeout=LONG_S, close_timeout=LONG_S, **options
+    )
 
 
 def ask(connection, observation: dict) -> dict:
@@ -107,7 +109,9 @@ def test_ten_clients_at_once_get_what_each_gets_alone(port, policy, observation)
         np.testing.assert_allclose(found[number], [alone[number]] * 5, rtol=1e-4, atol=1e-5)
 
 
-def test_while_the_model_computes_pings_are_answered_and_what_waits_is_answered_together(policy, serving, batchers, observation):
+def test_while_the_model_computes_pings_are_answered_and_what_waits_is_answered_together(
+    policy, serving, batchers, observation
+):
     held = Held()
     with serving(replace(policy, sample=held), warm=False) as port, ExitStack() as clients:
         first = clients.enter_context(client(port))
@@ -136,7 +140,11 @@ def wait_until(condition) -> None:
 
 def test_a_request_beyond_those_that_may_wait_is_refused(policy, serving, batchers, observation):
     held = Held()
-    with serving(replace(policy, sample=held), warm=False, max_waiting=1) as port, client(port) as first, client(port) as second:
+    with (
+        serving(replace(policy, sample=held), warm=False, max_waiting=1) as port,
+        client(port) as first,
+        client(port) as second,
+    ):
         for connection in (first, second):
             connection.recv(LONG_S)
         first.send(pack(observation))
@@ -180,7 +188,10 @@ def test_a_request_that_is_too_large_is_refused_by_its_size(policy, serving, obs
 
 @pytest.mark.parametrize(
     "answer, message",
-    [(lambda batch, noise: 1 // 0, "ZeroDivisionError"), (lambda batch, noise: np.full_like(noise, np.nan), "actions are not finite")],
+    [
+        (lambda batch, noise: 1 // 0, "ZeroDivisionError"),
+        (lambda batch, noise: np.full_like(noise, np.nan), "actions are not finite"),
+    ],
     ids=["error", "nan"],
 )
 def test_a_model_that_fails_is_told_and_the_server_goes_on(policy, serving, observation, answer, message):
@@ -228,7 +239,11 @@ def fuzzed(observation: dict, rng: np.random.Generator) -> bytes:
     if kind == 0:
         for _ in range(rng.integers(1, 8)):
             # Most bytes are those of pictures; those of the structure are at the beginnings of fields.
-            at = rng.integers(len(message)) if rng.integers(2) else message.find([b"obs", b"__nd", b"dtype", b"shape", b"data", b"prompt"][rng.integers(6)])
+            at = (
+                rng.integers(len(message))
+                if rng.integers(2)
+                else message.find([b"obs", b"__nd", b"dtype", b"shape", b"data", b"prompt"][rng.integers(6)])
+            )
             message[(at + rng.integers(-3, 24)) % len(message)] = rng.integers(256)
     elif kind == 1:
         del message[rng.integers(len(message)) :]
@@ -236,8 +251,25 @@ def fuzzed(observation: dict, rng: np.random.Generator) -> bytes:
         at = rng.integers(len(message))
         message[at:at] = rng.bytes(rng.integers(1, 9))
     elif kind == 3:
-        strange = [None, 1, -(2**63), 1.5, "text", b"bytes", [], {}, [[[1]]], np.zeros(0), np.zeros((3, 2**10)), np.bool_(True), np.array("x"), {"a": {}}]
-        message = bytearray(pack(observation | {list(observation)[rng.integers(len(observation))]: strange[rng.integers(len(strange))]}))
+        strange = [
+            None,
+            1,
+            -(2**63),
+            1.5,
+            "text",
+            b"bytes",
+            [],
+            {},
+            [[[1]]],
+            np.zeros(0),
+            np.zeros((3, 2**10)),
+            np.bool_(True),
+            np.array("x"),
+            {"a": {}},
+        ]
+        message = bytearray(
+            pack(observation | {list(observation)[rng.integers(len(observation))]: strange[rng.integers(len(strange))]})
+        )
     else:
         message = bytearray(rng.bytes(rng.integers(0, 200)))
     return bytes(message)
@@ -268,12 +300,17 @@ def test_no_frame_ends_the_server(port, observation, count):
 
 
 def test_the_client_of_openpi_is_served(port, policy, observation):
-    openpi_client = pytest.importorskip("openpi_client.websocket_client_policy", reason="pip install --no-deps openpi-client==0.1.2")
+    openpi_client = pytest.importorskip(
+        "openpi_client.websocket_client_policy", reason="pip install --no-deps openpi-client==0.1.2"
+    )
     robots = [openpi_client.WebsocketClientPolicy("127.0.0.1", port) for _ in range(10)]
     expected = policy.act([policy.read(observation)], 1)[0]
     assert robots[0].get_server_metadata()["action_horizon"] == 8
     found = {}
-    threads = [threading.Thread(target=lambda i=i, robot=robot: found.update({i: robot.infer(observation)["actions"]})) for i, robot in enumerate(robots)]
+    threads = [
+        threading.Thread(target=lambda i=i, robot=robot: found.update({i: robot.infer(observation)["actions"]}))
+        for i, robot in enumerate(robots)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

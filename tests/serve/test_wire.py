@@ -16,7 +16,12 @@ BY_HAND = (
 
 
 def array(**changed):
-    return {"deep": {"x": {b"__ndarray__": True, b"data": bytes(8), b"dtype": "<f4", b"shape": [2]} | {k.encode(): v for k, v in changed.items()}}}
+    return {
+        "deep": {
+            "x": {b"__ndarray__": True, b"data": bytes(8), b"dtype": "<f4", b"shape": [2]}
+            | {k.encode(): v for k, v in changed.items()}
+        }
+    }
 
 
 def test_bytes_written_by_hand_are_an_array_both_ways():
@@ -53,7 +58,9 @@ def test_an_array_without_elements_comes_back():
     ids=str,
 )
 def test_a_wrong_array_is_named(changed, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("]", r"\]")):
+    with pytest.raises(
+        UserError, match=message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("]", r"\]")
+    ):
         unpack(pack(array(**changed)))
 
 

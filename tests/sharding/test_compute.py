@@ -17,9 +17,7 @@ from sharder.sharding.plan import make_plan
 
 MLP = MlpConfig(input_dim=16, hidden_dim=32, num_layers=3, output_dim=8)
 # Every matrix of a layer has 4,096 elements or more, every activation fewer.
-LM = TransformerConfig(
-    vocab_size=16, padded_vocab_size=16, max_seq_len=2, embed_dim=64, num_heads=2, mlp_dim=128, num_layers=4
-)
+LM = TransformerConfig(vocab_size=16, padded_vocab_size=16, max_seq_len=2, embed_dim=64, num_heads=2, mlp_dim=128, num_layers=4)
 
 
 def layout_of(model, policy: str, gradient: str = "storage", shape: MeshShape = MeshShape(2, 4, 1)) -> ComputeLayout:

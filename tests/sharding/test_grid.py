@@ -23,7 +23,9 @@ def plan(mesh=MESH, parallel=PARALLEL):
 
 @pytest.mark.parametrize("mesh", [MeshShape(2, 2, 2), MeshShape(1, 4, 2), MeshShape(8, 1, 1)], ids=str)
 @pytest.mark.parametrize(
-    "spec", [(None, None), ("fsdp", "tensor"), (("tensor", "fsdp"), None), (("data", "fsdp"),), (None, ("fsdp", "tensor"))], ids=str
+    "spec",
+    [(None, None), ("fsdp", "tensor"), (("tensor", "fsdp"), None), (("data", "fsdp"),), (None, ("fsdp", "tensor"))],
+    ids=str,
 )
 def test_shards_are_those_that_jax_makes(mesh, spec):
     sharding = NamedSharding(make_mesh(mesh), PartitionSpec(*spec))

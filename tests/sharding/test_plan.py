@@ -193,7 +193,9 @@ def test_the_weight_of_the_documents_has_their_shards(policy, shards):
     mesh = MeshShape(1, 4, 2)
     plan = plan_of({"w": ((1024, 4096), ("embed", "mlp"))}, mesh, EXAMPLE, policy=policy)
     found = {
-        layout: jax.device_put(np.zeros((1024, 4096)), plan.shardings(layout, make_mesh(mesh))["w"]).addressable_shards[0].data.shape
+        layout: jax.device_put(np.zeros((1024, 4096)), plan.shardings(layout, make_mesh(mesh))["w"])
+        .addressable_shards[0]
+        .data.shape
         for layout in LAYOUTS
     }
     assert found == shards
@@ -211,7 +213,9 @@ def test_rules_for_unknown_axes_are_refused(where):
         plan_of({}, rules=AxisRules(**({"names": EXAMPLE.names, "tensor": ("mlp",)} | {where: ("width",)})))
 
 
-GROUPED = AxisRules(names=frozenset({"embed", "heads", "kv_heads"}), tensor=("heads", "kv_heads"), storage=("embed",), replicable=("kv_heads",))
+GROUPED = AxisRules(
+    names=frozenset({"embed", "heads", "kv_heads"}), tensor=("heads", "kv_heads"), storage=("embed",), replicable=("kv_heads",)
+)
 PROJECTIONS = {"q": ((8, 8), ("embed", "heads")), "k": ((8, 2), ("embed", "kv_heads"))}
 
 
@@ -228,7 +232,10 @@ def test_what_is_whole_on_purpose_is_told():
     console = Console(width=250)
     with console.capture() as captured:
         console.print(explain(plan))
-    assert "whole on each of the 4 devices of a tensor group, on purpose, since 4 does not divide it: kv_heads is 2" in captured.get()
+    assert (
+        "whole on each of the 4 devices of a tensor group, on purpose, since 4 does not divide it: kv_heads is 2"
+        in captured.get()
+    )
     assert to_json(plan, {})["whole_over_tensor"] == {"kv_heads": 2}
 
 

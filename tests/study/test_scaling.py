@@ -41,7 +41,9 @@ def test_a_point_is_the_median_of_its_repeats():
 
 def test_the_batch_of_the_options_is_taken_out():
     options = ["--train.global-batch-size", "64", "--train.seed=1"]
-    assert _value_of(options, "--train.global-batch-size") == "64" and _without(options, "--train.global-batch-size") == ["--train.seed=1"]
+    assert _value_of(options, "--train.global-batch-size") == "64" and _without(options, "--train.global-batch-size") == [
+        "--train.seed=1"
+    ]
 
 
 @pytest.mark.slow

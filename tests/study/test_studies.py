@@ -18,7 +18,20 @@ def test_the_exponent_is_that_of_the_longer_lengths():
 
 
 def test_attention_is_measured_and_a_backend_that_cannot_serve_is_named(tmp_path):
-    options = ("--lengths", "16,32", "--backends", "reference,cudnn", "--heads", "2", "1", "8", "--repeats", "2", "--out", tmp_path)
+    options = (
+        "--lengths",
+        "16,32",
+        "--backends",
+        "reference,cudnn",
+        "--heads",
+        "2",
+        "1",
+        "8",
+        "--repeats",
+        "2",
+        "--out",
+        tmp_path,
+    )
     done = sharder("study", "attention", *options, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

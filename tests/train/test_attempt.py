@@ -51,7 +51,11 @@ def test_a_branch_goes_on_from_a_checkpoint_of_another_run(original, tmp_path, c
     output = capsys.readouterr().out
     assert f"branched from {original}@5, with other settings:\n- --optimizer.learning-rate was 0.003, is 0.0001" in output
     origin = read_facts(tmp_path / "other")["branched_from"]
-    assert (origin["run"], origin["step"], origin["fingerprint"]) == (str(original), 5, checkpoint.read_manifest(original, 5)["fingerprint"])
+    assert (origin["run"], origin["step"], origin["fingerprint"]) == (
+        str(original),
+        5,
+        checkpoint.read_manifest(original, 5)["fingerprint"],
+    )
     assert run(change(other, train={"steps": 14}), tmp_path / "other", Branch(original, 5)) == 0
     assert steps(tmp_path / "other") == [*range(6, 15)] and read_facts(tmp_path / "other")["branched_from"] == origin
 
@@ -72,7 +76,9 @@ def test_a_branch_needs_a_checkpoint_that_fits(original, tmp_path):
 
 def test_going_back_is_refused_unless_asked_for_and_then_overwrites_nothing(original, copy):
     longer = change(small(), train={"steps": 14})
-    with pytest.raises(UserError, match=r"up to step 12: to go back to step 5, add --rewind; the later ones \(10, 12\) are then set aside"):
+    with pytest.raises(
+        UserError, match=r"up to step 12: to go back to step 5, add --rewind; the later ones \(10, 12\) are then set aside"
+    ):
         run(longer, copy, Branch(copy, 5))
     assert run(longer, copy, Branch(copy, 5, rewind=True)) == 0
     assert checkpoint.list_others(copy) == ["10.rewound", "12.rewound"] and checkpoint.list_steps(copy) == [10, 14]
@@ -94,7 +100,9 @@ def test_what_is_no_branch_is_refused():
     assert parse_branch(None, False) is None
 
 
-@pytest.mark.parametrize("section, field, value", [("train", "seed", 1), ("parallel", "virtual_workers", 4), ("optimizer", "name", "adafactor")])
+@pytest.mark.parametrize(
+    "section, field, value", [("train", "seed", 1), ("parallel", "virtual_workers", 4), ("optimizer", "name", "adafactor")]
+)
 def test_settings_are_held_against_the_checkpoint_itself(copy, section, field, value):
     """config.json says what is asked for; the manifest says what was saved."""
     import json
@@ -106,5 +114,7 @@ def test_settings_are_held_against_the_checkpoint_itself(copy, section, field, v
     (copy / "config.json").write_text(json.dumps(read_facts(copy) | {"config": to_dict(asked)}))
     manifest = checkpoint.read_manifest(copy, 12) | {"config": to_dict(config)}
     checkpoint.write_manifest(checkpoint.entry(copy, 12), manifest)
-    with pytest.raises(UserError, match=f"checkpoints/12 was saved with other settings:\n- --{section}.{field.replace('_', '-')} was .*, is"):
+    with pytest.raises(
+        UserError, match=f"checkpoints/12 was saved with other settings:\n- --{section}.{field.replace('_', '-')} was .*, is"
+    ):
         run(asked, copy)

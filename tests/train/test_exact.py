@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from small import needs_tested_jax, small_dropout
 
+from sharder.accounting import account_workers
 from sharder.config import MlpConfig, UserError
 from sharder.data.loader import read_step
 from sharder.data.open import open_datasets
-from sharder.data.synthetic import SyntheticTokens
 from sharder.data.order import Order
-from sharder.accounting import account_workers
+from sharder.data.synthetic import SyntheticTokens
 from sharder.train.exact import ExactStep
 from sharder.train.fingerprint import combine, numpy_digest
 from sharder.train.setup import prepare
@@ -106,7 +106,10 @@ def test_the_bits_do_not_depend_on_mesh_or_policy(on_devices, reference, policy,
 def test_the_full_matrix(on_devices, policy, data, fsdp, variant):
     config = change(
         exact(),
-        model={"compute_dtype": "bfloat16" if variant == "bfloat16" else "float32", "remat": "block" if variant == "remat" else "none"},
+        model={
+            "compute_dtype": "bfloat16" if variant == "bfloat16" else "float32",
+            "remat": "block" if variant == "remat" else "none",
+        },
         train={"global_batch_size": 32, "microbatch_size": 2 if variant == "microbatches" else None},
     )
     if variant not in WHOLE:
@@ -169,7 +172,13 @@ def test_lean_agrees_with_itself_from_two_replicas_on(on_devices):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [{}, {"compute_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}, {"remat": "block"}, {"compute_dtype": "bfloat16", "remat": "block"}],
+    [
+        {},
+        {"compute_dtype": "bfloat16"},
+        {"param_dtype": "bfloat16"},
+        {"remat": "block"},
+        {"compute_dtype": "bfloat16", "remat": "block"},
+    ],
     ids=str,
 )
 def test_the_full_matrix_of_lean(on_devices, model):
@@ -254,11 +263,18 @@ def test_a_worker_runs_v_over_n_times_per_replica_and_step(on_devices):
 
 @pytest.mark.parametrize(
     "reduction, microbatch_size",
-    [("exact", 2), ("fast", 2), pytest.param("exact", None, marks=pytest.mark.slow), pytest.param("fast", None, marks=pytest.mark.slow)],
+    [
+        ("exact", 2),
+        ("fast", 2),
+        pytest.param("exact", None, marks=pytest.mark.slow),
+        pytest.param("fast", None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_digest_of_the_batch_is_that_of_the_examples_in_their_order(on_devices, reduction, microbatch_size):
     on_devices(4)
-    config = change(exact(), parallel={"reduction": reduction}, train={"global_batch_size": 32, "microbatch_size": microbatch_size})
+    config = change(
+        exact(), parallel={"reduction": reduction}, train={"global_batch_size": 32, "microbatch_size": microbatch_size}
+    )
     training, _ = open_datasets(config)
     examples = training.read(Order(len(training), 32, config.train.seed).ids(0, 0, 32))
     expected = sum(numpy_digest(name, x) for name, x in examples.items())
@@ -301,7 +317,10 @@ def library_norm(monkeypatch):
     import sharder.train.exact as module
 
     def library(leaves, chunkings):
-        sums = [jnp.sum(jnp.square(x)) if c.fsdp == 1 else jax.lax.psum(jnp.sum(jnp.square(x)), "fsdp") for x, c in zip(leaves, chunkings)]
+        sums = [
+            jnp.sum(jnp.square(x)) if c.fsdp == 1 else jax.lax.psum(jnp.sum(jnp.square(x)), "fsdp")
+            for x, c in zip(leaves, chunkings)
+        ]
         return jnp.stack(sums)
 
     monkeypatch.setattr(module, "ordered_sums_of_squares", library)

@@ -17,7 +17,10 @@ def reading(**data):
 
 
 def test_memory_beyond_the_devices_is_found_and_mended_by_prediction(tmp_path):
-    config, predict = dataclasses.replace(small(), train=dataclasses.replace(small().train, global_batch_size=512)), predictor(EIGHT, "cpu")
+    config, predict = (
+        dataclasses.replace(small(), train=dataclasses.replace(small().train, global_batch_size=512)),
+        predictor(EIGHT, "cpu"),
+    )
     limit = predict(config) * 2 // 3
     [finding] = inspect(config, EIGHT, "cpu", limit, predict=True).findings
     assert finding.rule == "memory" and predict(applied(config, finding.nearest)) <= limit
@@ -38,7 +41,9 @@ def test_data_that_is_not_there_is_a_finding_beside_others(tmp_path):
     assert {f.rule for f in inspect(config, EIGHT, "cpu", None, tmp_path).findings} == {"batch", "data"}
 
 
-@pytest.mark.parametrize("data", [{"source": "synthetic", "num_examples": 7}, {"validation_fraction": 0.2}, {"validation_split": "range"}])
+@pytest.mark.parametrize(
+    "data", [{"source": "synthetic", "num_examples": 7}, {"validation_fraction": 0.2}, {"validation_split": "range"}]
+)
 def test_examples_are_counted_as_they_are_read(data):
     assert count_examples(reading(**data)) == len(open_datasets(reading(**data))[0])
 

@@ -5,7 +5,6 @@ import json
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 from small import small, small_dropout
@@ -89,8 +88,8 @@ def test_accumulation_does_not_change_the_loss(tmp_path):
 
 def test_accumulators_live_in_the_storage_layout():
     """Every array that the accumulation loop carries from slot to slot is an eighth of its parameter."""
-    from sharder.train.stepping import Stepper
     from sharder.train.step import compile_step
+    from sharder.train.stepping import Stepper
 
     config = change(small(), parallel={"policy": "fsdp"}, train={"global_batch_size": 128, "microbatch_size": 4})
     setup = prepare(config)

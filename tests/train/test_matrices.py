@@ -101,7 +101,9 @@ def specs_of(name: str, policy: str) -> dict:
     specs = state_specs(config, DECLARED, plan)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     flat = jax.tree_util.tree_flatten_with_path(specs.opt_state, is_leaf=is_spec)[0]
-    return {"/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): tuple(s) for path, s in flat}
+    return {
+        "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): tuple(s) for path, s in flat
+    }
 
 
 @pytest.mark.parametrize("name, field", [("adamw", "mu"), ("adamw", "nu"), ("muon", "trace"), ("muon", "mu")])
@@ -136,7 +138,9 @@ def test_a_side_whose_inner_dimension_is_divided_is_whole():
 
 
 def test_an_array_without_a_rule_is_an_error():
-    plan = make_plan({"w": ParamDecl((8, 6), "float32", ("embed", "mlp"))}, DECLARED.rules, ParallelConfig(), MeshShape(1, 2, 1))
+    plan = make_plan(
+        {"w": ParamDecl((8, 6), "float32", ("embed", "mlp"))}, DECLARED.rules, ParallelConfig(), MeshShape(1, 2, 1)
+    )
     with pytest.raises(AssertionError, match="no rule for opt_state/0/odd/w"):
         optimizer_spec("opt_state/0/odd/w", (8, 3), plan)
 
@@ -148,7 +152,9 @@ def test_matrices_are_spread_over_as_many_devices_as_their_number_allows(num, sp
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_weight_decay_is_decoupled_and_masked_for_every_optimizer(name):
-    config = OptimizerConfig(name=name, learning_rate=1.0, warmup_steps=0, decay_steps=10, weight_decay=0.25, factored_min_dim=4)
+    config = OptimizerConfig(
+        name=name, learning_rate=1.0, warmup_steps=0, decay_steps=10, weight_decay=0.25, factored_min_dim=4
+    )
     params = unflatten({p: jnp.ones(d.shape) for p, d in DECLARED.params.items()})
     rule = make_optimizer(config, DECLARED)
     zeros = jax.tree.map(jnp.zeros_like, params)

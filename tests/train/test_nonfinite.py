@@ -76,7 +76,9 @@ def test_a_run_goes_on_without_the_batch(tmp_path):
     for bad in BAD:
         before, dropped = records[bad - 2], records[bad - 1]
         assert dropped["grad_norm"] is None and not np.isfinite(float.fromhex(dropped["grad_norm_hex"]))
-        assert dropped["learning_rate"] != before["learning_rate"] and dropped["fingerprint"] != before["fingerprint"], "the step counts"
+        assert dropped["learning_rate"] != before["learning_rate"] and dropped["fingerprint"] != before["fingerprint"], (
+            "the step counts"
+        )
     assert [(e["step"], e["action"]) for e in events(tmp_path / "run")] == [(b, "skip") for b in BAD]
     saved = restore_numpy(tmp_path / "run", 12)
     assert saved["step"] == 12 and all(np.isfinite(x).all() for x in saved.values())

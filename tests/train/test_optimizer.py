@@ -10,7 +10,7 @@ import pytest
 from sharder import recipes
 from sharder.config import MlpConfig, OptimizerConfig, RunConfig, TrainConfig
 from sharder.models.build import declare, flatten, unflatten
-from sharder.train.optimizer import clipped, decay_mask, global_norm, make_optimizer, moving_average, schedule, to_float32
+from sharder.train.optimizer import clipped, decay_mask, global_norm, moving_average, schedule, to_float32
 from sharder.train.state import TrainState, initial_state
 from sharder.train.step import apply_update
 
@@ -124,7 +124,16 @@ def test_average_of_bfloat16_parameters_is_exact_in_float32():
     assert found.dtype == jnp.float32 and found[0] == pytest.approx(1.1, rel=1e-6)
 
 
-TINY_LM_DECAYS = {"embed/tokens", "blocks/q", "blocks/k", "blocks/v", "blocks/attn_out", "blocks/mlp_in", "blocks/mlp_out", "head/out"}
+TINY_LM_DECAYS = {
+    "embed/tokens",
+    "blocks/q",
+    "blocks/k",
+    "blocks/v",
+    "blocks/attn_out",
+    "blocks/mlp_in",
+    "blocks/mlp_out",
+    "head/out",
+}
 
 
 @pytest.mark.parametrize(

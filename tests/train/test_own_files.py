@@ -60,5 +60,7 @@ def test_a_tokenizer_in_place_of_bytes_is_another_run(tokenizer):
 
 def test_paths_hold_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = with_absolute_paths(dataclasses.replace(small(), data=dataclasses.replace(small().data, path="a/*.txt", token_cache="c")))
+    config = with_absolute_paths(
+        dataclasses.replace(small(), data=dataclasses.replace(small().data, path="a/*.txt", token_cache="c"))
+    )
     assert (config.data.path, config.data.token_cache, config.data.tokenizer) == (f"{tmp_path}/a/*.txt", f"{tmp_path}/c", None)

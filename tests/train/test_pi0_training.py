@@ -61,7 +61,9 @@ def test_frozen_parameters_stay_and_the_others_move(on_devices):
     moved = {p for p, x in flatten(state.params).items() if not np.array_equal(x, fresh[p])}
     frozen = declare(config.model).frozen
     # What the backbone's last norm makes is read by nothing.
-    assert moved == set(fresh) - frozen - {"llm/backbone/final_norm/scale"} and all(str(flatten(state.params)[p].dtype) == "bfloat16" for p in frozen)
+    assert moved == set(fresh) - frozen - {"llm/backbone/final_norm/scale"} and all(
+        str(flatten(state.params)[p].dtype) == "bfloat16" for p in frozen
+    )
 
 
 def test_frozen_parameters_have_no_optimizer_state_and_no_average():

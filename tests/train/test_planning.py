@@ -15,4 +15,7 @@ def test_a_narrow_console_cuts_no_number(width):
     table.add_row("bytes/device", "3,115,782,400", "3,115,782,401", "3,115,782,402")
     print_whole_numbers(console, table)
     text = console.file.getvalue()
-    assert all(number in text for number in ("6,231,564,800", "3,115,782,400", "3,115,782,401", "3,115,782,402")) and "\u2026" not in text
+    assert (
+        all(number in text for number in ("6,231,564,800", "3,115,782,400", "3,115,782,401", "3,115,782,402"))
+        and "\u2026" not in text
+    )

@@ -85,7 +85,9 @@ def test_a_checkpoint_with_a_damaged_manifest_is_none(tmp_path, content):
 @pytest.mark.parametrize("manifests", [{}, {"5": "{"}, {"5.damaged": "{"}], ids=["gone", "damaged", "set aside"])
 def test_a_run_that_lost_its_checkpoints_does_not_begin_again(tmp_path, manifests):
     run_dir = begun(tmp_path / "run", SAVED, manifests)
-    with pytest.raises(UserError, match="no checkpoint that can be read, although it saved checkpoints up to step 5.*begin again in another"):
+    with pytest.raises(
+        UserError, match="no checkpoint that can be read, although it saved checkpoints up to step 5.*begin again in another"
+    ):
         open_attempt(run_dir, "auto", small())
 
 
@@ -127,4 +129,6 @@ def test_auto_is_the_mode_of_a_run_that_exists(tmp_path):
 def test_no_room_names_the_file_the_last_checkpoint_and_what_to_do(tmp_path):
     run_dir = begun(tmp_path / "run", manifests={"5": None})
     text = str(no_room(run_dir, OSError(28, "No space left on device", "x/metrics.jsonl")))
-    assert "x/metrics.jsonl cannot be written: No space left" in text and "of step 5" in text and "Free space on the disk" in text
+    assert (
+        "x/metrics.jsonl cannot be written: No space left" in text and "of step 5" in text and "Free space on the disk" in text
+    )

@@ -150,7 +150,9 @@ def test_any_layout_of_the_same_host_finds_its_parts(tmp_path, parallel):
     assert generation.covers(target) and not faults
     found = generation.read(target)
     assert all(found[p].sharding == target[p].sharding for p in target)
-    assert numpy_fingerprint({p: np.asarray(x) for p, x in found.items()}) == numpy_fingerprint({p: np.asarray(x) for p, x in state.items()})
+    assert numpy_fingerprint({p: np.asarray(x) for p, x in found.items()}) == numpy_fingerprint(
+        {p: np.asarray(x) for p, x in state.items()}
+    )
 
 
 def test_what_is_not_covered_is_not_read(tmp_path):
@@ -160,7 +162,7 @@ def test_what_is_not_covered_is_not_read(tmp_path):
     state = by_path(create_state(setup.config, setup.declared, setup.state_shardings))
     ShardFile(tmp_path / "1-0-0.bin", 1 << 22).write(state, {"step": 3, "attempt": 1})
     ((generation,), _) = generations(tmp_path)
-    (path, pieces), = generation.files
+    ((path, pieces),) = generation.files
     half = dataclasses.replace(generation, files=((path, tuple(p for p in pieces if not any(p.start))),))
     assert generation.covers(target) and not half.covers(target)
 

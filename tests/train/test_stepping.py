@@ -30,9 +30,15 @@ def test_the_time_of_an_evaluated_step_is_that_of_the_others(monkeypatch, host_s
 
     monkeypatch.setattr(stepping.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(stepping, "fetch", fetch)
-    monkeypatch.setattr(stepping, "make_record", lambda facts, step, metrics, step_time_s, wait_s: times.setdefault(step, step_time_s) and {"step": step})
+    monkeypatch.setattr(
+        stepping,
+        "make_record",
+        lambda facts, step, metrics, step_time_s, wait_s: times.setdefault(step, step_time_s) and {"step": step},
+    )
     events = type("Events", (), {"write": lambda *_: None})()
-    stepper = stepping.Stepper(prepare(small()), SimpleNamespace(gradient_paths=[], skips_nonfinite=False, reached=0), [], events)
+    stepper = stepping.Stepper(
+        prepare(small()), SimpleNamespace(gradient_paths=[], skips_nonfinite=False, reached=0), [], events
+    )
     stepper.train_step = train_step
     for step in range(1, 9):
         clock.now += host_s

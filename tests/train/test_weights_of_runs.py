@@ -45,7 +45,9 @@ def test_what_does_not_fit_is_listed_and_may_be_accepted_by_name(original, tmp_p
 
 
 def test_a_flipped_bit_is_not_loaded(original, tmp_path):
-    file = max((p for p in (checkpoint.entry(original, 2) / "params").rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    file = max(
+        (p for p in (checkpoint.entry(original, 2) / "params").rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -35,7 +35,9 @@ def write_openpi(folder: Path, tree: dict, value: bool = True) -> Path:
 
 def read_numpy(folder: Path) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as checkpointer:
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(checkpointer.metadata(folder).item_metadata.tree))
+        args = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(checkpointer.metadata(folder).item_metadata.tree)
+        )
         return flatten(checkpointer.restore(folder, restore_args=args))
 
 
@@ -94,7 +96,13 @@ def test_every_leaf_is_divided_over_the_devices_as_it_is_loaded(tmp_path):
 def test_theirs_is_asked_for_divided_too(tmp_path, monkeypatch):
     file = open_weights(write_openpi(tmp_path / "x", openpi_tree(TINY)))
     asked = {}
-    monkeypatch.setattr(type(file), "read", lambda self, target: asked.update(target) or {p: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for p, x in target.items()})
+    monkeypatch.setattr(
+        type(file),
+        "read",
+        lambda self, target: (
+            asked.update(target) or {p: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for p, x in target.items()}
+        ),
+    )
     load_all(file, TINY)
     share = asked["PaliGemma/llm/layers/mlp/gating_einsum"].sharding.shard_shape((2, 2, 16, 32))
     assert share == (2, 2, 2, 32)
@@ -110,7 +118,11 @@ def test_a_tree_that_does_not_fit_is_refused_with_every_difference_side_by_side(
         load_all(file, TINY)
     text = str(error.value)
     assert "nothing was loaded: 1 missing, 1 unexpected, 1 of another shape" in text
-    assert all(path in text for path in ("img/head/bias", "img/tail/bias", "final_norm/scale")) and "(5,)" in text and "(16,)" in text
+    assert (
+        all(path in text for path in ("img/head/bias", "img/tail/bias", "final_norm/scale"))
+        and "(5,)" in text
+        and "(16,)" in text
+    )
 
 
 @pytest.mark.parametrize("resize, action_dim, ok", [("actions=pad", 8, True), ("actions=slice", 4, True), ("actions=reinit", 4, True),
@@ -125,7 +137,9 @@ def test_what_is_resized_keeps_what_both_have(tmp_path, action_dim):
     tree, model = openpi_tree(TINY), replace(TINY, action_dim=action_dim)
     file, declared = open_weights(write_openpi(tmp_path / "x", tree)), declare(model)
     plan, mesh = divided_plan(declared)
-    found = load(file, model, declared.params, plan.shardings("storage", mesh), "actions=pad" if action_dim > 6 else "actions=slice")
+    found = load(
+        file, model, declared.params, plan.shardings("storage", mesh), "actions=pad" if action_dim > 6 else "actions=slice"
+    )
     kernel, both = np.asarray(found["action_out/kernel"]), min(action_dim, 6)
     assert np.array_equal(kernel[:, :both], tree["action_out_proj/kernel"][:, :both]) and (kernel[:, both:] == 0).all()
 
@@ -138,20 +152,37 @@ def test_weights_without_lora_begin_a_model_with_it(tmp_path):
 
 
 def test_lora_is_merged_into_what_is_exported(tmp_path):
-    model = replace(TINY, backbone=replace(TINY.backbone, lora_rank=2, lora_alpha=2.0), action_expert=replace(TINY.action_expert, lora_rank=2, lora_alpha=2.0))
+    model = replace(
+        TINY,
+        backbone=replace(TINY.backbone, lora_rank=2, lora_alpha=2.0),
+        action_expert=replace(TINY.action_expert, lora_rank=2, lora_alpha=2.0),
+    )
     tree = openpi_tree(model)
     export_weights(write_openpi(tmp_path / "x", tree), tmp_path / "plain", value=False)
     found = read_numpy(tmp_path / "plain" / "params")
     q = {k: tree[f"PaliGemma/llm/layers/attn/q_einsum_1/{k}"].astype(np.float64) for k in ("w", "lora_a", "lora_b")}
-    np.testing.assert_allclose(found["params/PaliGemma/llm/layers/attn/q_einsum_1/w"], q["w"] + q["lora_a"] @ q["lora_b"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found["params/PaliGemma/llm/layers/attn/q_einsum_1/w"], q["w"] + q["lora_a"] @ q["lora_b"], rtol=1e-5, atol=1e-5
+    )
     assert not any("lora" in path for path in found)
 
 
 def test_paligemma_fills_the_backbone_and_leaves_the_expert(tmp_path):
-    tree = {p.removeprefix("PaliGemma/"): x for p, x in openpi_tree(TINY).items() if p.startswith("PaliGemma/") and "_1" not in p.replace("Dense_1", "").replace("LayerNorm_1", "")}
+    tree = {
+        p.removeprefix("PaliGemma/"): x
+        for p, x in openpi_tree(TINY).items()
+        if p.startswith("PaliGemma/") and "_1" not in p.replace("Dense_1", "").replace("LayerNorm_1", "")
+    }
     np.savez(tmp_path / "x.npz", **{f"params/{p}": x for p, x in tree.items()})
     found = fit(open_weights(tmp_path / "x.npz"), TINY, declare(TINY).params, "none")
-    assert found.ok and {p.split("/")[0] for p in found.fresh} == {"llm", "action_in", "action_out", "state", "time_in", "time_out"}
+    assert found.ok and {p.split("/")[0] for p in found.fresh} == {
+        "llm",
+        "action_in",
+        "action_out",
+        "state",
+        "time_in",
+        "time_out",
+    }
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -178,7 +209,10 @@ def test_one_step_from_imported_weights_comes_back_with_the_same_fingerprint(tmp
     tree = openpi_tree(replace(config.model, image_size=(8, 8)))
     source = write_openpi(tmp_path / "theirs", {p: 0.1 * x for p, x in tree.items()})
     config = replace(
-        config, weights=WeightsConfig(path=str(source)), train=replace(config.train, steps=2), data=replace(config.data, validation_fraction=0.0)
+        config,
+        weights=WeightsConfig(path=str(source)),
+        train=replace(config.train, steps=2),
+        data=replace(config.data, validation_fraction=0.0),
     )
     assert train(config, tmp_path / "run", "auto", StopRequest()) == 0
     export_weights(tmp_path / "run", tmp_path / "exported")

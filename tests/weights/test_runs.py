@@ -10,9 +10,9 @@ from sharder.config import LlamaConfig, UserError
 from sharder.events import read_json_lines
 from sharder.models.build import declare
 from sharder.models.llama_weights import write_params
-from sharder.weights.runs import export_weights, import_weights
 from sharder.stop import StopRequest
 from sharder.train.loop import train
+from sharder.weights.runs import export_weights, import_weights
 
 MODEL = LlamaConfig(max_seq_len=32, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, num_layers=2)
 CONFIG = replace(small(), model=MODEL)

@@ -108,7 +108,7 @@ class Pieces:
         from sharder.data.open import open_datasets, open_order
         from sharder.events import EventLog
         from sharder.train.attempt import Attempt
-        from sharder.train.loop import step_facts
+        from sharder.train.opening import step_facts
         from sharder.train.setup import prepare
         from sharder.train.state import create_state
         from sharder.train.stepping import Stepper
@@ -127,7 +127,7 @@ class Pieces:
 
     def compile(self):
         """Compiles the step anew, and returns it."""
-        from sharder.train.loop import compile_ahead
+        from sharder.train.opening import compile_ahead
 
         compile_ahead(self.stepper, self.state, self.layout.abstract(self.read(0)), self.stepper.events)
         return self.stepper.train_step

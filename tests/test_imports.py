@@ -30,7 +30,7 @@ RANKS = [
         "recipes",
         "rendezvous",
     },
-    {"place"},
+    {"place", "agreement"},
     {"sharding", "ops"},
     {"models"},
     {"data", "checkpoint", "cluster"},
@@ -42,14 +42,11 @@ RANKS = [
     {"ending"},
     {"cli", "session"},
 ]
-# The demo compares two runs, and a report begins with the ledger; a layout serves the ops' protocol; statistics have the bits of process 0 in every process; a checkpoint
-# is one for all processes.
+# The demo compares two runs, and a report begins with the ledger; a layout serves the ops' protocol.
 ALLOWED_SIDEWAYS = {
     ("launch", "report"),
     ("report", "launch"),
     ("sharding", "ops"),
-    ("data", "cluster"),
-    ("checkpoint", "cluster"),
 }
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import jax
 
+from sharder.agreement import exchange
 from sharder.checkpoint.folders import entry, folder, list_steps, read_manifest
 from sharder.checkpoint.manifest import write_manifest
 from sharder.checkpoint.mirror import Mirror
 from sharder.checkpoint.orbax import items, quietly, reason, write_small_arrays_whole
 from sharder.checkpoint.restore import Leaves
 from sharder.checkpoint.retention import remove_others
-from sharder.cluster import exchange
 from sharder.config import CheckpointConfig
 from sharder.events import EventLog
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sharder import cluster
+from sharder.agreement import decide
 from sharder.config import DataConfig, MixturePart, Pi0Config, RobotConfig, RunConfig, UserError
 from sharder.data.chunks import expand_mask
 from sharder.data.lerobot.source import CHECKED_VIDEOS, open_lerobot
@@ -145,7 +145,7 @@ def make_scaling(config: RobotConfig, numbers: Numbers, episodes: np.ndarray, va
         def compute() -> dict:
             return {name: s.as_dict() for name, s in numbers.statistics(episodes).items()}
 
-        found = cluster.decide(compute, STATISTICS_TIMEOUT_S)
+        found = decide(compute, STATISTICS_TIMEOUT_S)
         stats = {
             name: NormStats(**{k: None if v is None else np.array(v, np.float64) for k, v in s.items()})
             for name, s in found.items()

@@ -3,6 +3,14 @@
 import sys
 import time
 
+import jax
+
+
+def say(text: str) -> None:
+    """Process 0 speaks for all."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
 
 def describe(record: dict) -> str:
     """One record in a line."""

@@ -9,6 +9,7 @@ import jax
 
 from sharder import checkpoint, cluster
 from sharder.accounting import Accounting, account
+from sharder.agreement import decide
 from sharder.config import RunConfig, UserError
 from sharder.data.open import count_examples, open_examples
 from sharder.finding import Finding
@@ -84,7 +85,7 @@ def look_around(known: Surroundings, config: RunConfig, run_dir: Path, state_byt
     except UserError as error:
         data_error = str(error)
     # Process 0 decides for all: it writes, and another may see a checkpoint more or less.
-    disk = cluster.decide(lambda: {"free": free_bytes(run_dir), "saved": len(checkpoint.list_steps(run_dir))})
+    disk = decide(lambda: {"free": free_bytes(run_dir), "saved": len(checkpoint.list_steps(run_dir))})
     return replace(
         known,
         num_examples=num_examples,

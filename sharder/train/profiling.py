@@ -24,7 +24,7 @@ from sharder.instrument.profile import CompiledProgram, Programs, Timing, measur
 from sharder.instrument.profile_report import Measured, describe, to_json
 from sharder.train.description import describe_step
 from sharder.train.exact import ExactStep
-from sharder.train.loop import compile_ahead, step_facts
+from sharder.train.opening import compile_ahead, step_facts
 from sharder.train.run_dir import Attempt
 from sharder.train.setup import Setup, prepare
 from sharder.train.state import TrainState, create_state

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from sharder import __version__, checkpoint, cluster
+from sharder import __version__, checkpoint
+from sharder.agreement import decide, exchange
 from sharder.checkpoint.folders import DAMAGED, note_verified
 from sharder.checkpoint.restore import check_leaves, restore
 from sharder.config import UserError, config_hash, to_dict
@@ -76,7 +77,7 @@ def restore_newest(setup: Setup, run_dir: Path, step: int, events: EventLog) -> 
             return state, step
         except checkpoint.Damaged as error:
             damage.append(str(error))
-        found = cluster.decide(lambda: _set_aside(run_dir, step))  # noqa: B023  called at once
+        found = decide(lambda: _set_aside(run_dir, step))  # noqa: B023  called at once
         events.write("set_aside", step, name=found["name"], reason=damage[-1])
         if jax.process_index() == 0:
             print(f"{damage[-1]}\nIt was set aside as checkpoints/{found['name']}.", flush=True)
@@ -125,7 +126,7 @@ def read_together(setup: Setup, run_dir: Path, step: int, target: dict[str, jax.
         leaves = restore(run_dir, step, target)
     except checkpoint.Damaged as error:
         fault = str(error)
-    fault = next(filter(None, cluster.exchange(f"restore/{next(_READS)}", fault)), None)
+    fault = next(filter(None, exchange(f"restore/{next(_READS)}", fault)), None)
     if fault is not None:
         raise checkpoint.Damaged(fault)
     verify_leaves(run_dir, step, leaves, setup.replicated())

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharder.accounting import WorkerAccounting, account
-from sharder.cluster import decide, device_memory_bytes
+from sharder.agreement import decide
+from sharder.cluster import device_memory_bytes
 from sharder.config import RunConfig
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.finding import Refused

@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from sharder.agreement import exchange, forget
 from sharder.checkpoint.save import available_bytes
 from sharder.checkpoint.shards import Generation, ShardFile, generations, local_bytes
-from sharder.cluster import exchange, forget
 from sharder.config import CheckpointConfig, UserError
 from sharder.events import EventLog
 from sharder.facts import MEMORY, snapshot_place

@@ -167,7 +167,7 @@ def test_the_best_is_read_from_the_manifests(tmp_path):
 
 def test_a_process_that_is_gone_is_no_lack_of_room(tmp_path, monkeypatch, capsys):
     """The run ends with 1, not with 2 and the advice to free space."""
-    from sharder.cluster import PeerLost
+    from sharder.agreement import PeerLost
     from sharder.stop import StopRequest
     from sharder.train.loop import train
 

@@ -31,16 +31,16 @@ def slowed(function, phase, seconds=1000.0):
 
 def compile():  # noqa: A001
     """Of the step: process 0 alone compiles other programs before it, to measure its processor."""
-    from sharder.train import loop
+    from sharder.train import opening
 
-    loop.compile_step = slowed(loop.compile_step, "compile")
+    opening.compile_step = slowed(opening.compile_step, "compile")
     return small()
 
 
 def restore():
-    from sharder.train import loop
+    from sharder.train import opening
 
-    loop.restore_newest = slowed(loop.restore_newest, "restore")
+    opening.restore_newest = slowed(opening.restore_newest, "restore")
     return small()
 
 

@@ -1,6 +1,8 @@
 """How a process ends: its exit code, what it prints, and what the other processes of its run are told. Standard library only."""
 
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +10,9 @@ from typing import NoReturn
 
 from sharder.config import UserError
 from sharder.stop import PREEMPTED
+
+CLOSED = 128 + signal.SIGPIPE
+"""As a shell reports what ends because nobody reads it."""
 
 
 def end_with(command: Callable[[], int], with_traceback: bool = False) -> NoReturn:
@@ -25,9 +30,22 @@ def end_with(command: Callable[[], int], with_traceback: bool = False) -> NoRetu
             traceback.print_exc()
         print(text, file=sys.stderr)
     except Exception as error:  # noqa: BLE001  ours or a library's: everything is said before the process ends
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            leave(CLOSED, "standard output was closed")
         code, text = 1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         traceback.print_exc()
     leave(code, text)
+
+
+def _reader_is_gone() -> bool:
+    """Whether what reads standard output has left, as `head` does; then nothing more is written to it."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone
 
 
 def leave(code: int, text: str = "") -> NoReturn:

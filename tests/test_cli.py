@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -207,6 +208,22 @@ def test_a_partial_environment_names_the_missing_variable(tmp_path):
 def test_help_of_a_recipe_shows_its_defaults():
     result = sharder("train", "gpt", "--help")
     assert result.returncode == 0 and "(default: 50432)" in result.stdout
+
+
+@pytest.mark.parametrize("command, usage", [("train", "sharder train RECIPE"), ("generate", "sharder generate RUN")])
+def test_help_without_a_recipe_or_run_says_to_name_one(command, usage):
+    result = sharder(command, "--help")
+    assert result.returncode == 0 and f"usage: {usage}" in result.stdout and "name it before --help" in result.stdout
+
+
+def test_output_that_nobody_reads_any_more_ends_a_command_quietly():
+    reads, writes = os.pipe()
+    os.close(reads)
+    ran = subprocess.run(
+        [sys.executable, "-m", "sharder", "recipes"], env=environment(), stdout=writes, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writes)
+    assert (ran.returncode, ran.stderr) == (141, "")
 
 
 def limited(*arguments, file_bytes):

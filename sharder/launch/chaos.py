@@ -22,6 +22,7 @@ from sharder.facts import is_run, read_config, read_facts, snapshot_place
 from sharder.launch import faults, guard
 from sharder.launch.faults import Fault
 from sharder.launch.ledger import Ledger, describe, read_ledger
+from sharder.recipes import split_name
 from sharder.report.verify import compare
 from sharder.report.verify import describe as describe_comparison
 
@@ -62,8 +63,7 @@ def draw(options: Options, steps: int, evaluates: bool = True) -> list[Fault]:
 
 def run(arguments: list[str]) -> int:
     """Train while processes, disk and memory fail, and compare with the run that nothing befell."""
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"RECIPE is missing. Usage: {USAGE}")
+    recipe, rest = split_name(arguments, "RECIPE", USAGE)
 
     def command(
         faults: int, processes: int, run_dir: Path, seed: int = 0, devices_per_process: int = 1,
@@ -84,11 +84,11 @@ def run(arguments: list[str]) -> int:
         """
         return Options(faults, seed, processes, devices_per_process, kinds, step_limit_s, startup_limit_s, reference), run_dir
 
-    (options, run_dir), rest = tyro.cli(
-        command, args=arguments[1:], prog="sharder chaos RECIPE", description=f"{run.__doc__} {USAGE}", return_unknown_args=True
+    (options, run_dir), of_train = tyro.cli(
+        command, args=rest, prog="sharder chaos RECIPE", description=f"{run.__doc__} {USAGE}", return_unknown_args=True
     )
     check(options, run_dir)
-    return happen(arguments[0], options, run_dir, rest)
+    return happen(recipe, options, run_dir, of_train)
 
 
 def check(options: Options, run_dir: Path) -> None:

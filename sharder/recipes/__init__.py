@@ -26,6 +26,16 @@ RECIPES = {
 }
 
 
+def split_name(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
+    """The leading positional argument and the rest; for --help in its place says what it hangs on, and ends."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(f"usage: {usage}\nThe options are those of the {what.lower()}: name it before --help")
+        raise SystemExit(0)
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"{what} is missing. Usage: {usage}")
+    return arguments[0], arguments[1:]
+
+
 def find_recipe(name: str):
     """The function behind a name or path/to/file.py:function. Raises UserError where there is none."""
     if name in RECIPES:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sharder.config import UserError
-from sharder.recipes import load_recipe
+from sharder.recipes import load_recipe, split_name
 from sharder.report import plots
 from sharder.study.points import Spread, has_accelerator, run_json, spread, write_json
 
@@ -53,9 +53,7 @@ class Point:
 
 def run(arguments: list[str]) -> int:
     """Measure a step on more and more devices, strong or weak."""
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"RECIPE is missing. Usage: {USAGE}")
-    name, *rest = arguments
+    name, rest = split_name(arguments, "RECIPE", USAGE)
 
     def command(
         devices: str = "1,2,4,8", mode: Mode = "strong", processes: bool = False, repeats: int = 3, steps: int = 10,

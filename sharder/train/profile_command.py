@@ -5,17 +5,15 @@ from typing import Annotated
 
 import tyro
 
-from sharder.config import RunConfig, UserError
-from sharder.recipes import load_recipe
+from sharder.config import RunConfig
+from sharder.recipes import load_recipe, split_name
 
 USAGE = "sharder profile RECIPE [--steps 10] [--run-dir DIR] [--ablate attention] [--json] [options]"
 
 
 def run(arguments: list[str]) -> int:
     """Measure where the time of a step goes, by part of the model and by kind of work."""
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"RECIPE is missing. Usage: {USAGE}")
-    name, *rest = arguments
+    name, rest = split_name(arguments, "RECIPE", USAGE)
     default = load_recipe(name)
 
     def command(

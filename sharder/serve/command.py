@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> int:
         run: tyro.conf.Positional[Path],
         step: int | None = None,
         assets: Path | None = None,
+        dataset: str | None = None,
         server: Annotated[ServerOptions, tyro.conf.arg(name="")] = ServerOptions(),
         sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = SamplingOptions(),
         model: ModelOptions = ModelOptions(),
@@ -40,10 +41,11 @@ def run(arguments: list[str]) -> int:
             run: A run, one of its checkpoints, imported weights, or a checkpoint of openpi.
             step: Checkpoint of a run; unset: the latest.
             assets: Folder with norm_stats.json (and robot.json); unset: that of the run or checkpoint.
+            dataset: Recordings of the robot that will ask: how far their states and actions lie from what the policy knows is said first.
             tokenizer: tokenizer.json or .model of the prompts; unset: the run's own, else as in training.
             parallel: How devices share the work; unset degrees are 1.
         """
-        return (run, step, assets), (server, sampling), (model, robot, tokenizer), (parallel, cluster)
+        return (run, step, assets, dataset), (server, sampling), (model, robot, tokenizer), (parallel, cluster)
 
     where, (server, sampling), asked, placed = tyro.cli(command, args=arguments, prog="sharder serve", description=run.__doc__)
     try:
@@ -60,16 +62,20 @@ def serve(where: tuple, options: ServerOptions, sampling: SamplingOptions, asked
     from sharder.serve.server import PolicyServer, bind
 
     sock = bind(options.host, options.port)
-    (path, step, assets), (model, robot, tokenizer), (parallel, cluster_config) = where, asked, placed
+    (path, step, assets, dataset), (model, robot, tokenizer), (parallel, cluster_config) = where, asked, placed
     import jax
 
     from sharder import cluster
-    from sharder.serve.opening import find, open_policy
+    from sharder.serve.opening import differences, find, open_policy
 
     cluster.initialize(cluster_config)
     if jax.process_count() > 1:
         raise UserError(f"there are {jax.process_count()} processes, but a server is one: start it alone.")
     found = find(path, step, assets)
+    if dataset is not None:
+        far = differences(found, model, robot, dataset)
+        for line in far or [f"{dataset}: states and actions lie where {found.name} knows them"]:
+            print(f"note: {line}", file=sys.stderr, flush=True)
     policy = open_policy(found, model, robot, sampling, parallel, tokenizer)
     server = PolicyServer(policy, options, policy.describe() | {"served": found.name} | metadata, key)
     print(f"{found.name}: {json.dumps(policy.describe())}", flush=True)

@@ -12,9 +12,12 @@ from flax import nnx
 from sharder import checkpoint
 from sharder.config import ParallelConfig, Pi0Config, UserError
 from sharder.data.assets import STATS, Usage, assets_beside, find_assets, read_usage, usual_names
+from sharder.data.compare_stats import compare_stats
 from sharder.data.normalize import read_norm_stats
+from sharder.data.open_robot import choose_episodes, make_robot, open_source
 from sharder.data.prompts import PromptEncoder, open_prompt_tokenizer
-from sharder.data.robot_dataset import Scaling
+from sharder.data.robot_dataset import Numbers, Scaling
+from sharder.data_config import RobotConfig
 from sharder.facts import read_config
 from sharder.models.build import declare, unflatten
 from sharder.ops.layout import Layout
@@ -99,9 +102,9 @@ def use(found: Found, model: Pi0Config, options: RobotOptions) -> Usage:
     if recorded is None or options.policy not in (None, usage.policy):
         usage = replace(usage, adapt_to_pi=True, **usual_names(options.policy or usage.policy, model.cameras))
     usage = replace(usage, **given)
-    for place in (entry.split("=", 1)[0] for entry in usage.cameras):
-        if place not in model.cameras:
-            raise UserError(f"--robot.cameras names {place!r}, but the model's cameras are {', '.join(model.cameras)}.")
+    for camera in (entry.split("=", 1)[0] for entry in usage.cameras):
+        if camera not in model.cameras:
+            raise UserError(f"--robot.cameras names {camera!r}, but the model's cameras are {', '.join(model.cameras)}.")
     return usage
 
 
@@ -121,6 +124,24 @@ def scale(found: Found, usage: Usage) -> Scaling:
         if usage.normalization == "quantile" and (stats[name].q01 is None or stats[name].q99 is None):
             raise UserError(f"{found.assets / STATS}, {name}, has no q01 and q99: give --robot.normalization z_score.")
     return Scaling(stats, usage.normalization, usage.clip, usage.least_range)
+
+
+def differences(found: Found, model: ModelOptions, robot: RobotOptions, dataset: str) -> list[str]:
+    """Where the states and actions of a dataset lie far from what the policy was trained on, in sentences.
+
+    Raises UserError where the dataset cannot be read as this robot's, or the policy has no statistics.
+    """
+    model = with_options(found.model, model)
+    usage = use(found, model, robot)
+    known = scale(found, usage).stats
+    if not known:
+        raise UserError(f"--dataset has nothing to be compared with: {found.name} does not normalise.")
+    source = open_source(dataset, check_pictures=False)
+    # Requests to a generic robot have the names of the columns that it was trained on, unless they were renamed.
+    state = usage.state if set(usage.state) <= set(source.columns) else ()
+    reads = RobotConfig(policy=usage.policy, state=state, adapt_to_pi=usage.adapt_to_pi, relative=usage.relative)
+    numbers = Numbers(source, make_robot(reads, source, model.cameras), model.action_horizon).check()
+    return compare_stats(numbers.statistics(choose_episodes(None, source)), known)
 
 
 def load_params(found: Found, model: Pi0Config, parallel: ParallelConfig, average: bool) -> tuple[dict, Layout]:

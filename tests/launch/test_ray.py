@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -38,7 +39,7 @@ def test_a_lost_host_is_left_out_and_the_run_goes_on_with_the_same_bits(cluster,
     options = ("--parallel.reduction", "exact", "--parallel.virtual-workers", "4", "--cluster.cpu-devices", "1")
     command = ["launch", "--engine", "ray", "--ray-address", made.address, "--processes", "2", "--min-processes", "1", "--"]
     command += ["train", RECIPE, "--run-dir", str(run_dir), "--train.steps", "60", *options]
-    driver = subprocess.Popen(["python", "-m", "sharder", *command], env=environment(), stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen([sys.executable, "-m", "sharder", *command], env=environment(), stderr=subprocess.PIPE, text=True)
     while len(metrics(run_dir)) < 15 and driver.poll() is None:
         time.sleep(0.1)
     killed_s = time.time()
@@ -53,7 +54,7 @@ def test_a_lost_host_is_left_out_and_the_run_goes_on_with_the_same_bits(cluster,
     records = metrics(run_dir)
     alone = tmp_path / "alone"
     subprocess.run(
-        ["python", "-m", "sharder", "train", RECIPE, "--run-dir", str(alone), "--train.steps", "60", *options],
+        [sys.executable, "-m", "sharder", "train", RECIPE, "--run-dir", str(alone), "--train.steps", "60", *options],
         env=environment(),
         check=True,
     )

@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from written_run import write_run
 
 from sharder.config import UserError
 from sharder.data.assets import read_usage
 from sharder.data.normalize import NormStats, write_norm_stats
-from sharder.serve.opening import find, use
+from sharder.serve.opening import differences, find, use
 from sharder.serve.options import ModelOptions, RobotOptions
 from sharder.weights.convert import export_weights, import_weights
 
@@ -46,6 +48,27 @@ def test_a_run_says_how_it_is_asked(robot_run, policy):
         "state_dim": 3, "prompt": None, "num_actions": 2, "action_horizon": 8, "normalization": "z_score", "relative": [1, -1],
     }  # fmt: skip
     assert usage.max_prompt_len == 16 and usage.model_cameras == ("base_0_rgb", "left_wrist_0_rgb")
+
+
+def test_a_dataset_far_from_what_the_policy_knows_is_said_by_dimension(robot_run, robot_config, tmp_path):
+    found = find(robot_run, None)
+    asked = (ModelOptions(), RobotOptions())
+    assert differences(found, *asked, robot_config.data.path) == []
+    wider = Path(shutil.copytree(robot_config.data.path, tmp_path / "wider"))
+    for path in wider.glob("data/*/*.parquet"):
+        table = parquet.read_table(path)
+        states = [[10 * a, b, c] for a, b, c in table["observation.state"].to_pylist()]
+        at = table.column_names.index("observation.state")
+        parquet.write_table(table.set_column(at, "observation.state", pa.array(states, table.schema.field(at).type)), path)
+    [state, *actions] = differences(found, *asked, str(wider))
+    assert state.startswith("state, dimension 0: mean ") and "with std 10" in state
+    # The first action is relative to that state.
+    assert [line.split(":")[0] for line in actions] == ["actions, dimension 0"]
+
+
+def test_a_policy_without_statistics_has_nothing_to_compare(openpi):
+    with pytest.raises(UserError, match="--dataset has nothing to be compared with"):
+        differences(find(openpi, None), ModelOptions(), RobotOptions(normalization="none"), "anywhere")
 
 
 def test_other_names_of_a_request_may_be_given(opened, robot_run, policy, observation):

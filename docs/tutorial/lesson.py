@@ -19,6 +19,9 @@ NUM_DEVICES = 8
 # the older way, which needs no code, is XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+# Threads of that client. By default there is one for each device, and a busy machine may hang where a device waits in two
+# collectives at once, one inside a loop and one outside.
+os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES))
 
 import matplotlib  # noqa: E402
 

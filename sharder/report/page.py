@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sharder.config import UserError
 from sharder.instrument.words import LEAST_COVERAGE, sentences
+from sharder.launch.ledger import make_ledger
 from sharder.report import plots
 from sharder.report.html import card, cards, details, escape, figure, gap, number, page, section, table
 from sharder.report.read import Recorded, read_run
@@ -139,13 +140,15 @@ def _time(run: Recorded, label: str) -> str:
     found = make_timeline(run.events, run.ledgers.last_signs if run.ledgers else None)
     if found is None:
         return section(f"{label}Attempts and faults", gap("events.jsonl", "sharder train RECIPE --run-dir DIR"))
-    seconds = {kind: found.seconds(kind) for kind in ("starting", "stepping", "down")}
-    total = found.total_s or 1.0
-    rows = [[kind, f"{s:.1f}", f"{s / total:.1%}"] for kind, s in seconds.items()] + [["all", f"{found.total_s:.1f}", "100.0%"]]
+    ledger = make_ledger(run.events, run.records)
+    wall_s = ledger.wall_s or 1.0
+    rows = [[kind, f"{s:.1f}", f"{s / wall_s:.1%}"] for kind, s in ledger.seconds.items() if s]
+    rows.append(["all", f"{ledger.wall_s:.1f}", "100.0%"])
     marks = [[f"{m.time_s:.1f}", "fault" if m.is_fault else "stop", m.label] for m in found.marks]
     text = figure(plots.timeline(f"{run.name} attempts", found), "every attempt; faults are crosses", wide=True) + table(
         ["", "seconds", "share"], rows
     )
+    text += f"<p>Goodput {ledger.goodput:.1%}: new steps, of the time that the run was not stopped for.</p>"
     text += table(["second", "", "what happened"], marks) if marks else "<p>No fault and no stop.</p>"
     text += f'<p class="note">{run.num_redone} steps were done again after a restart.</p>' if run.num_redone else ""
     return section(f"{label}Attempts and faults", text)

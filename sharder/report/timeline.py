@@ -43,13 +43,6 @@ class Timeline:
     spans: list[Span]
     marks: list[Mark]
 
-    def seconds(self, kind: str) -> float:
-        return sum(s.end_s - s.start_s for s in self.spans if s.kind == kind)
-
-    @property
-    def total_s(self) -> float:
-        return sum(s.end_s - s.start_s for s in self.spans)
-
 
 def make_timeline(events: list[dict], last_signs: dict[int, float] | None = None) -> Timeline | None:
     """`last_signs`: time of the last sign of life by attempt, beside its events. None where nothing was recorded."""

@@ -34,7 +34,7 @@ test-full: $(VENV)/.plan
 	$(BIN)/$(PYTEST) $(FAST)
 	$(BIN)/python -m pytest -n 2 -m slow
 
-# Exact mode over every mesh, policy and number of processes: about an hour on 2 cores.
+# Exact mode over every mesh, policy and number of processes: about 40 minutes on 2 cores.
 test-exact: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m slow tests/train/test_exact.py tests/multiprocess/test_exact_processes.py
 

@@ -3,7 +3,9 @@ import sys
 
 import pytest
 
+from sharder import cluster
 from sharder.cluster import compile_cache_dir
+from sharder.config import ClusterConfig
 
 
 def test_the_compile_cache_can_be_turned_off():
@@ -20,3 +22,15 @@ def test_freed_memory_is_kept():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 100
+
+
+def test_flags_for_gpus_are_set_only_where_there_may_be_one(monkeypatch):
+    """Elsewhere they would only change the keys of kept programs, and a restart would compile again."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(cluster.metadata, "entry_points", lambda group: ["xla_cuda12"])
+    assert cluster.may_have_gpu(ClusterConfig()) and not cluster.may_have_gpu(ClusterConfig(cpu_devices=1))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not cluster.may_have_gpu(ClusterConfig())
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(cluster.metadata, "entry_points", lambda group: [])
+    assert not cluster.may_have_gpu(ClusterConfig())

@@ -45,6 +45,7 @@ def test_loader_prints_its_figures():
     assert all(math.isfinite(line["value"]) for line in lines.values())
 
 
+@pytest.mark.slow
 def test_checkpoint_prints_its_figures():
     lines = quick("checkpoint")
     assert set(lines) == CHECKPOINT
@@ -59,6 +60,7 @@ def test_sharding_prints_its_figures():
     assert all(line["value"] > 0 for line in lines.values())
 
 
+@pytest.mark.slow
 def test_step_prints_its_figures_with_and_without_torch():
     lines = quick("step")
     if importlib.util.find_spec("torch"):
@@ -114,6 +116,7 @@ def test_a_slow_dataset_takes_its_time_and_reads_the_same(bench):
     assert (batch["inputs"] == dataset.read(ids)["inputs"]).all()
 
 
+@pytest.mark.slow
 def test_exact_prints_its_figures():
     lines = quick("exact", "--devices", "2", "--rounds", "2")
     names = (

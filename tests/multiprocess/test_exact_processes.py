@@ -47,7 +47,7 @@ def assert_same(run_dir, single):
     assert sha256_of_parameters(run_dir) == sha256_of_parameters(single)
 
 
-@pytest.mark.parametrize("processes, devices, policy", [(2, 1, "fsdp"), (1, 8, "zero")])
+@pytest.mark.parametrize("processes, devices, policy", [(2, 1, "fsdp"), pytest.param(1, 8, "zero", marks=pytest.mark.slow)])
 def test_processes_and_devices_give_the_same_bits(tmp_path, single, processes, devices, policy):
     assert_same(run(tmp_path / "run", processes, devices, "--parallel.policy", policy), single)
 
@@ -93,6 +93,7 @@ def test_the_number_of_processes_may_change_at_every_resume(tmp_path, single):
     assert_same(run_dir, single)
 
 
+@pytest.mark.slow
 def test_a_warm_compile_cache_gives_the_bits_of_a_cold_one(tmp_path, single):
     for name in ("cold", "warm"):
         cache = ("--cluster.compile-cache", tmp_path / "cache")

@@ -66,9 +66,8 @@ def test_every_policy_and_tensor_degree_trains_as_one_device(policy, tensor):
     agrees("adamw", policy, tensor)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_optimizers_of_matrices_train_under_fsdp_as_on_one_device(name):
-    agrees(name, "fsdp", 1)
+def test_an_optimizer_of_matrices_trains_under_fsdp_as_on_one_device():
+    agrees("adafactor", "fsdp", 1)
 
 
 @pytest.mark.slow

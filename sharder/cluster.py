@@ -63,6 +63,29 @@ def may_have_gpu(config: ClusterConfig) -> bool:
     return bool(metadata.entry_points(group="jax_plugins"))
 
 
+def fix_cpu_threads(count: int) -> None:
+    """In every mode: a run of mode auto does not know yet what it becomes, and its next attempt does."""
+    wanted = str(count)
+    if os.environ.get(CPU_THREADS_VARIABLE) != wanted and _cpu_client_exists():
+        print(
+            f"note: jax was in use before this run began, with other threads on CPU than the {wanted} of a run: its bits are those of"
+            f" runs in this process alone. Set {CPU_THREADS_VARIABLE}={wanted} in the environment, or begin with the run.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
+    os.environ[CPU_THREADS_VARIABLE] = wanted
+
+
+def _cpu_client_exists() -> bool:
+    """Without making one."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge  # whether backends exist has no public name
+
+    return xla_bridge.backends_are_initialized() and sys.modules["jax"].default_backend() == "cpu"
+
+
 _CHANNEL: Channel | None = None
 """To the other processes of this one's run."""
 
@@ -80,8 +103,7 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
     keep_freed_memory()
     if exact and may_have_gpu(config):
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
-    # In every mode: a run of mode auto does not know yet what it becomes, and its next attempt does.
-    os.environ[CPU_THREADS_VARIABLE] = str(cpu_threads(config.cpu_devices))
+    fix_cpu_threads(cpu_threads(config.cpu_devices))
     place = find_place(config, config.bringup_timeout_s)
     if place is not None:
         _meet(place, config, facts or {}, stop)

@@ -2,10 +2,12 @@ import subprocess
 import sys
 
 import pytest
+from small import environment
 
 from sharder import cluster
 from sharder.cluster import compile_cache_dir
 from sharder.config import ClusterConfig
+from sharder.exactness import CPU_THREADS_VARIABLE
 
 
 def test_the_compile_cache_can_be_turned_off():
@@ -34,3 +36,22 @@ def test_flags_for_gpus_are_set_only_where_there_may_be_one(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr(cluster.metadata, "entry_points", lambda group: [])
     assert not cluster.may_have_gpu(ClusterConfig())
+
+
+SESSION = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.devices() if {early} else None
+from sharder import cluster
+from sharder.config import ClusterConfig
+cluster.initialize(ClusterConfig(compile_cache="off"))
+"""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_run_in_a_process_where_jax_has_other_threads_says_so(early):
+    environment_without = {k: v for k, v in environment().items() if k != CPU_THREADS_VARIABLE}
+    ran = subprocess.run(
+        [sys.executable, "-c", SESSION.format(early=early)], env=environment_without, capture_output=True, text=True, check=True
+    )
+    assert ("jax was in use before this run began" in ran.stderr) == early

@@ -277,9 +277,17 @@ def _sweep(equations, source, stored_by, last, normalised) -> Moment:
 def _in_place(e: Equation) -> list[tuple]:
     """Operands whose buffers an operation may write its results to: what a loop carries, what a scatter adds to."""
     if e.name == "scan":
-        first, num = e.params["num_consts"], e.params["num_carry"]
+        first, num = _carried(e.params)
         return list(zip(e.inputs[first : first + num], e.outputs[:num]))
     return [(e.inputs[0], e.outputs[0])] if e.name in ("scatter-add", "scatter", "dynamic_update_slice") else []
+
+
+def _carried(params: dict) -> tuple[int, int]:
+    """Where a scan's carry begins among its operands, and of how many arrays it is."""
+    if "ft_in" in params:  # jax 0.12 keeps structures in place of counts
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(list(constants)), len(list(carry))
+    return params["num_consts"], params["num_carry"]
 
 
 def _inside(e: Equation) -> Moment:

@@ -20,7 +20,7 @@ def slow_reader() -> RunConfig:
 
     if os.environ.get("JAX_PROCESS_ID") == "1":
         read = SyntheticTokens.read
-        SyntheticTokens.read = lambda self, ids: time.sleep(0.3) or read(self, ids)
+        SyntheticTokens.read = lambda self, ids: time.sleep(1.0) or read(self, ids)
     config = small()
     return replace(config, train=replace(config.train, steps=40), checkpoint=replace(config.checkpoint, every=0))
 

@@ -85,6 +85,8 @@ class Watch:
     ):
         """`tick` is called at every look, with the beat of process 0."""
         self.launch, self.workers, self.limits, self.tick = launch, workers, limits, tick
+        # A host need not have process 0, nor all.
+        self._by_index = {w.index: w for w in workers}
         self.deaths: list[Death] = []
         self.pace = Pace()
         self.step = 0
@@ -117,7 +119,7 @@ class Watch:
             self.pace.see(beat)
         self.step = max([self.step, *(beat.step for beat in beats)])
         for index in culprits.in_order(new):
-            worker = self.workers[index]
+            worker = self._by_index[index]
             oom = new[index] < 0 and count_oom_kills() > self.oom_before
             self.deaths.append(Death(index, new[index], worker.beat(), tuple(worker.last_lines()), oom))
         self._show()
@@ -144,7 +146,7 @@ class Watch:
         time.sleep(STACKS_S)
         self.launch.kill(self.workers)
         self._show()
-        return Outcome(1, culprits.of_silence(first, tuple(self.workers[first.process].last_lines(30))), self.step, failed_at)
+        return Outcome(1, culprits.of_silence(first, tuple(self._by_index[first.process].last_lines(30))), self.step, failed_at)
 
     def _ended(self, failed_at: float) -> Outcome:
         self.look()

@@ -28,10 +28,10 @@ def run(tmp_path):
     launched = Launch([], tmp_path)
     workers = []
 
-    def run(*codes, limits=Limits(), beats=None):
-        for index, code in enumerate(codes):
+    def run(*codes, limits=Limits(), beats=None, first=0):
+        for index, code in enumerate(codes, first):
             log, beat = tmp_path / f"process_{index}.log", tmp_path / f"heartbeat_{index}"
-            beat.write_bytes((beats[index] if beats else Beat("start-up", 0, time.monotonic())).pack())
+            beat.write_bytes((beats[index - first] if beats else Beat("start-up", 0, time.monotonic())).pack())
             with open(log, "wb") as output:
                 environment = dict(os.environ) | {PARENT: launched.mark, heartbeat.VARIABLE: str(beat)}
                 process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=output, start_new_session=True)
@@ -59,6 +59,11 @@ def test_a_failure_ends_the_others_at_once(run):
     assert (outcome.code, outcome.culprit.process, outcome.culprit.exit_code) == (1, 1, 3)
     assert outcome.culprit.lines == ("the last words",)
     assert time.monotonic() - started < 60
+
+
+def test_a_host_that_has_other_processes_than_the_first_names_its_own(run):
+    outcome = run("", "import sys; print('the last words', file=sys.stderr); sys.exit(3)", first=4)
+    assert (outcome.culprit.process, outcome.culprit.lines) == (5, ("the last words",))
 
 
 def test_a_killed_process_is_the_culprit_though_a_peer_finds_words(run):

@@ -17,7 +17,7 @@ from sharder.finding import Finding
 
 TESTED_JAX = "0.10."
 """The jax that exact mode is tested with. As 0.12 compiles a moving average, shards of 8 contiguous elements have other bits on
-CPU."""
+CPU, and so has the lean variant on a mesh 2 x 4 as against 1 x 2."""
 
 GPU_FLAGS = {
     "--xla_gpu_exclude_nondeterministic_ops=true": "sums of threads in an order of their own (scatter by atomics) are compiled in another way",
@@ -109,12 +109,15 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Fin
         message = f"--model.freeze is {freeze}, which exact mode does not know yet: train everything, or use --parallel.reduction fast."
         found.append(Finding("exact", message, fast, "--model.freeze"))
     if config.parallel.exact_memory == "lean":
-        found += _lean_refusals(config, num_replicas)
+        found += _lean_refusals(config, num_replicas, jax_version)
     return found
 
 
-def _lean_refusals(config: RunConfig, num_replicas: int) -> list[Finding]:
+def _lean_refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Finding]:
     lean, copy, found = "--parallel.exact-memory lean", {"--parallel.exact-memory": "copy"}, []
+    if not jax_version.startswith(TESTED_JAX):
+        message = f"{lean} has other bits on other meshes with jax {jax_version}: use jax {TESTED_JAX}x, or --parallel.exact-memory copy."
+        found.append(Finding("exact", message, copy, "--parallel.exact-memory"))
     if config.parallel.policy != "fsdp":
         message = (
             f"{lean} gathers weights block by block, but policy {config.parallel.policy} keeps them whole: use --parallel.policy fsdp, or"

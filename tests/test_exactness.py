@@ -98,6 +98,8 @@ def test_what_lean_cannot_do_is_refused(config, num_replicas, message):
 
 def test_lean_is_not_refused_where_it_holds():
     assert refusals(exact(exact_memory="lean", policy="fsdp"), 2, "0.10.2") == []
+    [found] = refusals(exact(exact_memory="lean", policy="fsdp"), 2, "0.12.0")
+    assert "lean has other bits on other meshes with jax 0.12.0" in found.message
 
 
 def test_flags_that_the_user_set_are_left_alone():

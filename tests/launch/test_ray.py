@@ -43,7 +43,16 @@ def wait_for(condition, driver, timeout_s=240):
 def test_a_lost_host_is_left_out_and_a_new_one_taken_in_with_the_same_bits(cluster, tmp_path):
     made, nodes = cluster
     run_dir = tmp_path / "run"
-    options = ("--parallel.reduction", "exact", "--parallel.virtual-workers", "4", "--cluster.cpu-devices", "1", "--train.steps", "600")
+    options = (
+        "--parallel.reduction",
+        "exact",
+        "--parallel.virtual-workers",
+        "4",
+        "--cluster.cpu-devices",
+        "1",
+        "--train.steps",
+        "600",
+    )
     command = ["launch", "--engine", "ray", "--ray-address", made.address, "--processes", "2", "--min-processes", "1", "--"]
     command += ["train", RECIPE, "--run-dir", str(run_dir), *options]
     driver = subprocess.Popen([sys.executable, "-m", "sharder", *command], env=environment(), stderr=subprocess.PIPE, text=True)

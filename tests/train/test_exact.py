@@ -165,6 +165,7 @@ ORIGINAL_READ = SyntheticTokens.read
 LEAN_MESHES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (2, 4), (4, 2), (8, 1), (1, 8)]
 
 
+@needs_tested_jax
 def test_lean_agrees_with_itself_from_two_replicas_on(on_devices):
     agree(on_devices, exact(policy="fsdp", exact_memory="lean"), [(1, 2), (2, 4)])
 
@@ -181,15 +182,18 @@ def test_lean_agrees_with_itself_from_two_replicas_on(on_devices):
     ],
     ids=str,
 )
+@needs_tested_jax
 def test_the_full_matrix_of_lean(on_devices, model):
     agree(on_devices, change(exact(policy="fsdp", exact_memory="lean"), model=model), LEAN_MESHES, steps=20)
 
 
 @some_and_all([(1, 2), (2, 2)], [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4)])
+@needs_tested_jax
 def test_lean_agrees_with_itself_with_tensor_parallelism(on_devices, meshes):
     agree(on_devices, exact(policy="fsdp", exact_memory="lean", tensor=2), meshes)
 
 
+@needs_tested_jax
 def test_lean_agrees_with_the_copy_within_rounding(on_devices):
     on_devices(4)
     copy, lean = (trace(exact(policy="fsdp", exact_memory=m), steps=20)[0] for m in ("copy", "lean"))
@@ -212,6 +216,7 @@ def test_memory_of_a_copy_is_that_of_the_formula(on_devices):
         assert 0 <= output[name] - size * whole_bytes(step) < scalars, name
 
 
+@needs_tested_jax
 def test_lean_holds_one_block_at_a_time(on_devices):
     """Of many layers; weights and gradients of a whole copy would be twice its size."""
     on_devices(8)

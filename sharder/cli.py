@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Every command imports what it needs itself, so that help is fast.
 
-Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable, 130 interrupted with Ctrl-C.
+Exit codes: 0 done, 1 failed or differs, 2 the user's to mend, 75 stopped and resumable, 130 interrupted with Ctrl-C,
+141 nobody reads the output any more.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """How a process ends: its exit code, what it prints, and what the other processes of its run are told. Standard library only."""
 
+import contextlib
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ CLOSED = 128 + signal.SIGPIPE
 def end_with(command: Callable[[], int], with_traceback: bool = False) -> NoReturn:
     """Runs a command and ends the process with the exit code that it returns, or that stands for what it raises."""
     try:
-        code, text = command(), ""
+        code, text = _with_its_output(command), ""
     except UserError as error:
         code, text = 2, str(error)
         if with_traceback:
@@ -37,6 +38,17 @@ def end_with(command: Callable[[], int], with_traceback: bool = False) -> NoRetu
     leave(code, text)
 
 
+def _with_its_output(command: Callable[[], int]) -> int:
+    """What it returns, when all that it printed is written."""
+    try:
+        code = command()
+    except SystemExit:  # of --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
 def _reader_is_gone() -> bool:
     """Whether what reads standard output has left, as `head` does; then nothing more is written to it."""
     output = sys.stdout.fileno()
@@ -51,7 +63,8 @@ def _reader_is_gone() -> bool:
 def leave(code: int, text: str = "") -> NoReturn:
     """Exits; after a failure without waiting for anything: other processes of the run may be gone, jax would wait for them, and
     orbax ends the process natively where a save has failed."""
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     sys.stderr.flush()
     if code in (0, PREEMPTED):
         sys.exit(code)

@@ -216,11 +216,14 @@ def test_help_without_a_recipe_or_run_says_to_name_one(command, usage):
     assert result.returncode == 0 and f"usage: {usage}" in result.stdout and "name it before --help" in result.stdout
 
 
-def test_output_that_nobody_reads_any_more_ends_a_command_quietly():
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["written at the end", "written at once"])
+@pytest.mark.parametrize("arguments", [["recipes"], ["train", "tiny_lm", "--help"]], ids=" ".join)
+def test_output_that_nobody_reads_any_more_ends_a_command_quietly(arguments, unbuffered):
     reads, writes = os.pipe()
     os.close(reads)
+    command = [sys.executable, "-m", "sharder", *arguments]
     ran = subprocess.run(
-        [sys.executable, "-m", "sharder", "recipes"], env=environment(), stdout=writes, stderr=subprocess.PIPE, text=True
+        command, env=environment(PYTHONUNBUFFERED=unbuffered), stdout=writes, stderr=subprocess.PIPE, text=True
     )
     os.close(writes)
     assert (ran.returncode, ran.stderr) == (141, "")

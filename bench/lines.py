@@ -36,8 +36,9 @@ class Finished:
 
 def run(command: list[str]) -> Finished:
     """Runs a command to its end. Raises RuntimeError with its last words if it fails."""
-    # No setting for JAX or XLA leaks in from outside.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {"JAX_PLATFORMS": "cpu"}
+    # No setting for JAX, XLA or Python (whether it keeps what it compiled, for one) leaks in from outside.
+    settings = ("JAX_", "XLA_", "PYTHON")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)} | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryFile("w+") as errors:
         started_s = time.time()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)

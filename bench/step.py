@@ -168,7 +168,7 @@ def measure_start(show: Callable, options: tuple[str, ...], folder: Path, rounds
     seconds, peaks = {"cold": [], "warm": []}, {"cold": [], "warm": []}
     for number, temperature in itertools.product(range(rounds), ("cold", "warm")):
         run_dir, cache = folder / f"{temperature}-{number}", folder / f"compiled-{number}"
-        command = [sys.executable, "-m", "sharder", "train", "tiny_lm", "--run-dir", str(run_dir), "--train.steps", "2"]
+        command = [sys.executable, "-m", "sharder", "train", "tiny_lm", "--run-dir", str(run_dir), "--train.steps", "1"]
         finished = run([*command, *options, "--cluster.compile-cache", str(cache)])
         events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
         first = next(event["time_s"] for event in events if event["kind"] == "first_step")

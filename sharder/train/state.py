@@ -43,8 +43,8 @@ def from_paths(like: TrainState, leaves: dict[str, Any]) -> TrainState:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves["/".join(map(_name, path))], like)
 
 
-def initial_state(config: RunConfig, declared: Declared, key: jax.Array) -> TrainState:
-    params = initial_params(config.model, key)
+def initial_state(config: RunConfig, declared: Declared, params: Tree) -> TrainState:
+    """The state before the first step, around freshly drawn parameters."""
     trained = to_float32(declared.only_trained(params))
     ema = None if config.train.ema_decay is None else trained
     # Moments follow the dtype of what the optimizer is initialised with: float32, also for bfloat16 parameters.
@@ -53,7 +53,9 @@ def initial_state(config: RunConfig, declared: Declared, key: jax.Array) -> Trai
 
 def declare_state(config: RunConfig, declared: Declared) -> TrainState:
     """The state as shapes and dtypes, allocating nothing."""
-    return jax.eval_shape(lambda: initial_state(config, declared, jax.random.key(0)))
+    # The model is not built again, which takes longer than all the rest.
+    params = unflatten({p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in declared.params.items()})
+    return jax.eval_shape(lambda params: initial_state(config, declared, params), params)
 
 
 def state_specs(config: RunConfig, declared: Declared, plan: Plan) -> TrainState:
@@ -77,7 +79,7 @@ def create_state(config: RunConfig, declared: Declared, state_shardings: TrainSt
     """A fresh state, every array born on its own shards."""
 
     def create(seed):
-        return initial_state(config, declared, jax.random.key(seed))
+        return initial_state(config, declared, initial_params(config.model, jax.random.key(seed)))
 
     return jax.jit(create, out_shardings=state_shardings)(jnp.uint32(config.train.seed))
 

@@ -9,9 +9,9 @@ import pytest
 
 from sharder import recipes
 from sharder.config import MlpConfig, OptimizerConfig, RunConfig, TrainConfig
-from sharder.models.build import declare, flatten, unflatten
+from sharder.models.build import declare, flatten, initial_params, unflatten
 from sharder.train.optimizer import clipped, decay_mask, global_norm, moving_average, schedule, to_float32
-from sharder.train.state import TrainState, initial_state
+from sharder.train.state import TrainState, declare_state, initial_state
 from sharder.train.step import apply_update
 
 MODEL = MlpConfig(input_dim=3, hidden_dim=5, num_layers=2, output_dim=2)
@@ -39,7 +39,7 @@ def run(dtype: str) -> list[TrainState]:
     """The states from the first to that after STEPS updates."""
     config = config_of(dtype)
     setup = SimpleNamespace(config=config, declared=declare(config.model))
-    states = [jax.jit(lambda: initial_state(config, setup.declared, jax.random.key(0)))()]
+    states = [jax.jit(lambda: initial_state(config, setup.declared, initial_params(config.model, jax.random.key(0))))()]
     update = jax.jit(lambda state, grads: apply_update(setup, state, grads, global_norm(grads)))
     for grads in draw_gradients(dtype):
         states.append(update(states[-1], unflatten(grads)))
@@ -116,7 +116,7 @@ def test_the_average_follows_the_new_parameters():
 
 def test_no_average_is_kept_unless_asked_for():
     config = replace(CONFIG, train=TrainConfig())
-    assert jax.eval_shape(lambda: initial_state(config, declare(MODEL), jax.random.key(0))).ema is None
+    assert declare_state(config, declare(MODEL)).ema is None
 
 
 def test_average_of_bfloat16_parameters_is_exact_in_float32():
@@ -196,3 +196,10 @@ def test_schedule_rises_from_zero_to_the_peak_and_falls_to_its_fraction(step, ra
 
 def test_schedule_without_warm_up_starts_at_the_peak():
     assert float(schedule(replace(OPTIMIZER, warmup_steps=0))(0)) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_declared_state_is_that_of_the_first_step(dtype):
+    declared, born = declare_state(config_of(dtype), declare(config_of(dtype).model)), run(dtype)[0]
+    assert jax.tree.structure(declared) == jax.tree.structure(born)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(declared)] == [(x.shape, x.dtype) for x in jax.tree.leaves(born)]

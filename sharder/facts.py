@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from sharder.config import RunConfig, UserError, from_dict
@@ -13,8 +14,20 @@ OURS = {"logs", ".lock", "profile", "steps"}
 """What a folder may hold before it is a run."""
 
 
+def refuse_address(run_dir: Path) -> None:
+    """Raises UserError for what names a place in a remote store."""
+    scheme, *rest = run_dir.parts or [""]
+    if re.fullmatch(r"[a-z][a-z0-9+]+:", scheme):
+        address = f"{scheme}//{'/'.join(rest)}"
+        raise UserError(
+            f"--run-dir {address} is an address, but a run is kept in a folder of a disk: name a folder, and with --checkpoint.mirror"
+            f" {address} each checkpoint is copied there, and fetched from there when the folder is gone."
+        )
+
+
 def is_run(run_dir: Path) -> bool:
-    """Whether the folder holds a run. Raises UserError where it cannot be one: a file, or foreign files in it."""
+    """Whether the folder holds a run. Raises UserError where it cannot be one: an address, a file, or foreign files in it."""
+    refuse_address(run_dir)
     try:
         if (run_dir / "config.json").exists():
             return True

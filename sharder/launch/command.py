@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from sharder.config import UserError
+from sharder.facts import refuse_address
 from sharder.launch import jobset, slurm
 from sharder.launch.watch import Limits
 
@@ -85,6 +86,7 @@ def launch_elsewhere(engine: str, inner: list[str], supervised, options: Elsewhe
         raise UserError(
             f"--engine {engine} starts what ends again: give the command a --run-dir, on a disk that all hosts share."
         )
+    refuse_address(run_dir)
     hosts = supervised.processes
     if engine == "ray":
         from sharder.launch import ray_engine

@@ -18,7 +18,7 @@ from sharder.agreement import exchange
 from sharder.checkpoint.folders import entry, folder, list_steps, read_manifest
 from sharder.checkpoint.manifest import write_manifest
 from sharder.checkpoint.mirror import Mirror
-from sharder.checkpoint.orbax import items, quietly, reason, write_small_arrays_whole
+from sharder.checkpoint.orbax import items, quietly, reason, streaming_handlers, write_small_arrays_whole
 from sharder.checkpoint.restore import Leaves
 from sharder.checkpoint.retention import remove_others
 from sharder.config import CheckpointConfig
@@ -69,29 +69,32 @@ class Saver:
         self.wait()
         wait_s, self._failed = time.perf_counter() - began, None
         num_bytes, local_bytes = sum(x.nbytes for x in leaves.values()), bytes_to_copy(leaves)
-        faults = exchange(f"save/{step}/room", no_room(self.run_dir, num_bytes, local_bytes, prepares=jax.process_index() == 0))
+        at_once = bytes_at_once(local_bytes, available_bytes())
+        largest = max(bytes_to_copy({p: x}) for p, x in leaves.items())
+        faults = exchange(
+            f"save/{step}/room", no_room(self.run_dir, num_bytes, largest, at_once, prepares=jax.process_index() == 0)
+        )
         if any(faults):
             self._failed_to_save(step, next(filter(None, faults)))
             return
         quietly()
         write_small_arrays_whole()
         began, self._pending = time.perf_counter(), _Pending(step)
-        target = (leaves, describe(step, leaves, manifest), self._pending)
+        target = (leaves, describe(step, leaves, manifest), self._pending, at_once)
         self._pending.thread = threading.Thread(target=self._write, args=target, name="saver")
         self._pending.thread.start()
         self._pending.copied.wait()
         stall_s = time.perf_counter() - began
         try:
-            self.events.write(
-                "save", step, bytes=num_bytes, local_bytes=local_bytes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6)
-            )
+            sizes = {"bytes": num_bytes, "local_bytes": local_bytes, "bytes_at_once": at_once}
+            self.events.write("save", step, **sizes, stall_s=round(stall_s, 6), wait_s=round(wait_s, 6))
         finally:
             self._pending.announced.set()
 
-    def _write(self, leaves: Leaves, manifest: dict, pending: _Pending) -> None:
+    def _write(self, leaves: Leaves, manifest: dict, pending: _Pending, at_once: int | None) -> None:
         began, where = time.perf_counter(), entry(self.run_dir, pending.step)
         try:
-            fault = self._write_own(where, leaves, pending)
+            fault = self._write_own(where, leaves, pending, at_once)
             pending.fault = _first(exchange(f"save/{pending.step}/written", fault, SAVE_TIMEOUT_S))
             if pending.fault is None:
                 fault = _commit(where, manifest) if jax.process_index() == 0 else None
@@ -108,10 +111,10 @@ class Saver:
         finally:
             pending.copied.set()
 
-    def _write_own(self, where: Path, leaves: Leaves, pending: _Pending) -> str | None:
+    def _write_own(self, where: Path, leaves: Leaves, pending: _Pending, at_once: int | None) -> str | None:
         """Writes this process's shards; returns what went wrong."""
         try:
-            futures = asyncio.run(_copy(where, leaves))
+            futures = asyncio.run(_copy(where, leaves) if at_once is None else _stream(where, leaves, at_once))
         except Exception as error:  # orbax and tensorstore raise many kinds
             return reason(error)
         finally:
@@ -185,6 +188,24 @@ async def _copy(where: Path, leaves: Leaves) -> list:
     return futures
 
 
+async def _stream(where: Path, leaves: Leaves, at_once: int) -> list:
+    """Copies and writes so many bytes at a time (a larger array alone); returns when all are written."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    futures = []
+    for name, tree in items(leaves).items():
+        handler = ocp.PyTreeCheckpointHandler(
+            save_device_host_concurrent_gb=at_once / 1e9, type_handler_registry=streaming_handlers()
+        )
+        begun = await handler.async_save(epath.Path(where / name), args=ocp.args.PyTreeSave(tree))
+        # The arrays must not be donated before their turn has come.
+        for future in begun:
+            future.result()
+        futures += begun
+    return futures
+
+
 def _commit(where: Path, manifest: dict) -> str | None:
     """Joins what the processes wrote, and makes it a checkpoint; returns what went wrong."""
     import orbax.checkpoint as ocp
@@ -221,11 +242,17 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def no_room(run_dir: Path, num_bytes: int, local_bytes: int, prepares: bool) -> str | None:
-    """Why a save is not even begun; None where there is room. Process 0 `prepares` the folders."""
-    available = available_bytes()
-    if available is not None and local_bytes > available:
-        return f"it takes a copy of {local_bytes:,} bytes in host memory, and {available:,} are available"
+def bytes_at_once(local_bytes: int, available: int | None) -> int | None:
+    """How much of its shards a process copies to host memory at a time; None where all of them fit. The other half of what is
+    available is for what is being compressed and written."""
+    return None if available is None or local_bytes <= available else available // 2
+
+
+def no_room(run_dir: Path, num_bytes: int, largest: int, at_once: int | None, prepares: bool) -> str | None:
+    """Why a save is not even begun; None where there is room. `largest`: bytes of an array in this process. Process 0
+    `prepares` the folders."""
+    if at_once is not None and largest > at_once:
+        return f"it takes a copy of {largest:,} bytes in host memory for its largest array alone, and of {2 * at_once:,} available half are for copies"
     if not prepares:
         return None
     try:

@@ -132,14 +132,49 @@ def test_where_the_last_save_fails_closing_says_so(tmp_path, monkeypatch):
 
 def test_a_save_without_room_is_not_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(SaveFailed, match=r"a copy of 4,194,308 bytes in host memory, and 1,048,576 are available"):
+    message = r"a copy of 4,194,304 bytes in host memory for its largest array alone, and of 1,048,576 available half"
+    with pytest.raises(SaveFailed, match=message):
         save_once(tmp_path, small_leaves()).close()
     monkeypatch.undo()
-    fault = no_room(tmp_path, 1 << 60, 0, prepares=True)
+    fault = no_room(tmp_path, 1 << 60, 0, None, prepares=True)
     assert fault.startswith("it takes about 1,152,921,504,606,846,976 bytes, and ")
     save_once(tmp_path, small_leaves()).close()
     # The last one says better what the next one takes.
-    assert no_room(tmp_path, 1 << 60, 0, prepares=True) is None
+    assert no_room(tmp_path, 1 << 60, 0, None, prepares=True) is None
+
+
+def test_a_divided_state_that_was_written_part_by_part_is_restored_elsewhere(tmp_path, monkeypatch):
+    setup = on_devices(8)
+    leaves = by_path(create_state(setup.config, setup.declared, setup.state_shardings))
+    monkeypatch.setattr(save, "available_bytes", lambda: bytes_to_copy(leaves) - 1)
+    save_once(tmp_path, leaves, events=EventLog(tmp_path, 1)).close()
+    assert read_json_lines(tmp_path / "events.jsonl")[0][0]["bytes_at_once"] == (bytes_to_copy(leaves) - 1) // 2
+    found = by_path(restore_state(on_devices(2), tmp_path, 0))
+    assert all((np.asarray(found[p]) == np.asarray(leaves[p])).all() for p in leaves)
+
+
+def test_what_does_not_fit_into_host_memory_is_copied_and_written_part_by_part(tmp_path, monkeypatch):
+    """16 arrays of 1 MiB with room for two at a time; nothing may be donated before all are written."""
+    from orbax.checkpoint._src.serialization import jax_array_handlers
+
+    transfer, batches = jax_array_handlers.replica_slices.transfer_arrays_to_host, []
+
+    def watched(arrays, *args, **kwargs):
+        batches.append(sum(x.nbytes for x in arrays))
+        return transfer(arrays, *args, **kwargs)
+
+    monkeypatch.setattr(jax_array_handlers.replica_slices, "transfer_arrays_to_host", watched)
+    drawn = np.random.default_rng(0).normal(size=(16, 1 << 18)).astype(np.float32)
+    leaves = {f"params/{i:02}": jax.numpy.asarray(x) for i, x in enumerate(drawn)} | {"step": jax.numpy.int32(0)}
+    monkeypatch.setattr(save, "available_bytes", lambda: 5 << 20)
+    saver = save_once(tmp_path, leaves, events=EventLog(tmp_path, 1))
+    for x in leaves.values():
+        x.delete()
+    saver.close()
+    assert max(batches) <= 5 << 19 and sum(batches) == drawn.nbytes + 4
+    saved = restore_numpy(tmp_path, 0)
+    assert all((saved[f"params/{i:02}"] == x).all() for i, x in enumerate(drawn))
+    assert read_json_lines(tmp_path / "events.jsonl")[0][0]["bytes_at_once"] == 5 << 19
 
 
 @pytest.mark.parametrize(

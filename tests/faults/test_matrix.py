@@ -12,9 +12,12 @@ from small import RECIPE, environment, needs_tested_jax, sharder
 from sharder.events import read_json_lines
 from sharder.launch.chaos import AFTER_A_RESTART, IN_PHASE, NOBODY_ENDS, Options, draw, happen, wrong_culprits, wrong_examples
 from sharder.launch.faults import KINDS, PHASES, Fault
+from sharder.launch.ledger import read_ledger
 from sharder.report.verify import compare
 
 pytestmark = needs_tested_jax
+LAUNCHER_S = 3.0
+"""To import and to leave a launcher, on a busy machine; 0.3 on a quiet one."""
 SMALL = (
     "--parallel.reduction",
     "exact",
@@ -140,6 +143,7 @@ def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):
         "1",
     ]
     command += ["--", "train", RECIPE, "--run-dir", str(run_dir), *SMALL]
+    began = time.time()
     launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     capacity = run_dir / "logs" / "capacity"
     for world, room in ((1, "1"), (2, None)):
@@ -150,6 +154,7 @@ def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):
         while worlds(run_dir)[-1] != world and launcher.poll() is None:
             time.sleep(0.1)
     _, errors = launcher.communicate(timeout=600)
+    outside_s = time.time() - began
     assert launcher.returncode == 0, errors
     assert worlds(run_dir) == [2, 1, 2]
     # None is redone; a record whose evaluation was interrupted by the stop is written again with it.
@@ -157,6 +162,8 @@ def test_a_world_that_shrinks_and_grows_keeps_the_bits(reference, tmp_path):
     interrupted = [a["step"] for a, b in zip(records, records[1:]) if a["step"] == b["step"] and "validation_loss" in b]
     assert sorted(steps_of(run_dir)) == sorted([*range(1, 41), *interrupted])
     assert compare(reference, run_dir).identical
+    # The classes have every second of a clock outside but those in which the launcher itself comes up and goes.
+    assert 0 <= outside_s - sum(read_ledger(run_dir).seconds.values()) < 0.01 * outside_s + LAUNCHER_S
 
 
 def steps_of(run_dir):

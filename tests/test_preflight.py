@@ -69,6 +69,14 @@ def test_what_a_finding_recommends_works():
     assert findings(*planned(accepted, MeshShape(1, 6, 1))) == []
 
 
+def test_where_no_degree_would_do_none_is_recommended():
+    """mlp is 3072: no number of replicas helps where a tensor degree of 5 divides the same dimension."""
+    config = change(load_recipe("gpt"), parallel={"fsdp": 2, "tensor": 5})
+    found = findings(*planned(config, MeshShape(1, 2, 5)))
+    assert any("mlp is 3072, which does not divide into 10" in f for f in found) and not any("one of []" in f for f in found)
+    assert any("Make it 3070 or 3080, or accept whole copies with" in f for f in found)
+
+
 def test_an_unknown_name_to_replicate_is_a_finding():
     config = change(small(), parallel={"replicate": ("blocks/nothing",)})
     assert any("the model has no such parameter" in f for f in findings(*planned(config, MeshShape(1, 1, 1))))

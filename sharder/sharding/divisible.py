@@ -144,7 +144,7 @@ def _indivisible(plan: Plan, remedies: Remedies) -> list[Finding]:
         first = next(iter(items.values()))
         message = (
             f"{axis} is {size}, which does not divide into {factor}: {len(items)} parameter(s) have it, the first is {first.path},"
-            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {either(around(size, factor))}, or {_other_degrees(plan, size, first)}"
+            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {either(around(size, factor))}{_other_degrees(plan, size, first)}"
         )
         message += f", or accept whole copies with --parallel.replicate {' '.join(items)}" if first.by_fsdp else ""
         nearest = remedies.size(axis) or remedies.degrees
@@ -155,8 +155,9 @@ def _indivisible(plan: Plan, remedies: Remedies) -> list[Finding]:
 
 
 def _other_degrees(plan: Plan, size: int, item: Indivisible) -> str:
-    """The degrees of the mesh axis at fault that would divide a dimension of this size."""
-    if not item.by_fsdp:
-        return f"--parallel.tensor one of {[d for d in divisors(plan.mesh.tensor) if size % d == 0]}"
-    tensor = item.factor // plan.mesh.fsdp
-    return f"--parallel.fsdp one of {[d for d in divisors(plan.mesh.num_replicas) if size % (d * tensor) == 0]}"
+    """The degrees of the mesh axis at fault that would divide a dimension of this size, as the end of a sentence."""
+    name, most, others = "--parallel.tensor", plan.mesh.tensor, 1
+    if item.by_fsdp:
+        name, most, others = "--parallel.fsdp", plan.mesh.num_replicas, item.factor // plan.mesh.fsdp
+    fitting = [d for d in divisors(most) if size % (d * others) == 0]
+    return f", or {name} one of {fitting}" if fitting else ""

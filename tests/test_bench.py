@@ -31,7 +31,7 @@ KEYS = {
 def quick(name: str, *arguments: str) -> dict[str, dict]:
     """The lines of a benchmark by figure; all are JSON and say what they depend on."""
     command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(set(line) == KEYS and line["bench"] == name for line in lines)

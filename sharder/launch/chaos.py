@@ -179,7 +179,7 @@ def problems(planned: list[Fault], folder: Path, run_dir: Path, reference: Path,
         found += [] if result.identical and result.last_step == steps_of(reference) else [describe_comparison(result)]
         if reference == own_reference(run_dir):  # one from elsewhere did not write its examples down
             found += wrong_examples(folder, run_dir.name, reference.name, steps_of(reference))
-    return found + wrong_culprits(planned, read_json_lines(run_dir / "events.jsonl")[0])
+    return found + wrong_culprits(read_json_lines(run_dir / "events.jsonl")[0])
 
 
 def wrong_examples(folder: Path, run: str, reference: str, steps: int) -> list[str]:
@@ -210,20 +210,22 @@ NOBODY_ENDS = ("full disk", "supervisor")
 """Faults after which no process of the run is to blame."""
 
 
-def wrong_culprits(planned: list[Fault], events: list[dict]) -> list[str]:
-    """Faults that the ledger lays at another process's door."""
-    events = sorted(events, key=lambda e: e["time_s"])
-    found = []
-    for at, event in enumerate(events):
-        if event["kind"] != "fault" or event["what"] in NOBODY_ENDS:
-            continue
-        ended = next((e for e in events[at:] if e["kind"] == "ended"), None)
-        named = ended and (ended.get("culprit") or {}).get("process")
-        # All processes save and stop together after a SIGTERM: each is as good as the other.
-        if named is None or (named != event["process"] and event["what"] != "SIGTERM"):
-            found.append(
-                f"fault {event['number']} ({event['what']}, process {event['process']}) is laid at the door of process {named}"
-            )
+def wrong_culprits(events: list[dict]) -> list[str]:
+    """Faults that the ledger lays at another process's door; of several before one end each is as good as the other."""
+    found, since = [], []
+    for event in [*sorted(events, key=lambda e: e["time_s"]), {"kind": "ended"}]:
+        if event["kind"] == "fault" and event["what"] not in NOBODY_ENDS:
+            since.append(event)
+        elif event["kind"] == "ended":
+            named = (event.get("culprit") or {}).get("process")
+            hit = {fault["process"] for fault in since}
+            # All processes save and stop together after a SIGTERM.
+            wrong = [f for f in since if named is None or (named not in hit and f["what"] != "SIGTERM")]
+            found += [
+                f"fault {f['number']} ({f['what']}, process {f['process']}) is laid at the door of process {named}"
+                for f in wrong
+            ]
+            since = []
     return found
 
 

@@ -64,11 +64,14 @@ def fault(process, number=0, what="SIGKILL"):
 
 def test_a_wrong_culprit_is_seen():
     ended = {"time_s": 2.0, "kind": "ended", "culprit": {"process": 0}}
-    planned = [Fault(0, "SIGKILL", 1, "step", 3)]
-    assert wrong_culprits(planned, [fault(0), ended]) == []
-    assert "process 0" in wrong_culprits(planned, [fault(1), ended])[0]
-    assert wrong_culprits(planned, [fault(0)])
-    assert wrong_culprits(planned, [fault(0, what=NOBODY_ENDS[0])]) == []
+    assert wrong_culprits([fault(0), ended]) == []
+    assert "process 0" in wrong_culprits([fault(1), ended])[0]
+    assert wrong_culprits([fault(0)])
+    both = [fault(0), fault(1, number=1)]
+    assert wrong_culprits([*both, ended]) == [], "two at once: one is named"
+    later = {"time_s": 4.0, "kind": "ended", "culprit": {"process": 0}}
+    assert "fault 1" in wrong_culprits([fault(0), ended, fault(1, number=1) | {"time_s": 3.0}, later])[0]
+    assert wrong_culprits([fault(0, what=NOBODY_ENDS[0])]) == []
 
 
 def test_lost_and_repeated_examples_are_seen(tmp_path):

@@ -83,6 +83,19 @@ def test_a_killed_run_goes_on_from_memory_and_leaves_nothing_there(killed, whole
     assert not place(killed).exists()
 
 
+def test_an_attempt_killed_before_its_first_snapshot_leaves_what_it_was_restored_from(killed, whole, monkeypatch):
+    def dies(self, *rest):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "dispatch", dies)
+        with pytest.raises(Killed):
+            train(config(snapshot_every=1), killed, "auto", StopRequest())
+    assert [g.facts["step"] for g in generations(place(killed))[0]] == [8]
+    restored = resume(killed, whole, snapshot_every=1)
+    assert (restored["attempt"], restored["step"], restored["source"]) == (3, 8, "snapshot")
+
+
 def flip(run_dir, number):
     """One bit in the middle of both generations, or of the newer."""
     for generation in generations(place(run_dir))[0][-number:]:

@@ -40,7 +40,7 @@ def keep_freed_memory() -> bool:
     to the kernel, and the next execution waits for fresh zeroed pages: 100,000 page faults in each step of tiny_lm. XLA
     allocates in any of its threads, each of which has an arena of at most 64 MB: with one arena for all, large results are
     kept too. gpt in exact mode, whose workers return gradients of 0.5 GB, takes 7.7 s a step in place of 9.3 (2 cores, one
-    device, 8 x 64 tokens), in 7.0 GB at most in place of 5.2.
+    device, 8 x 64 tokens), in 7.0 GB at most in place of 5.2. Fast mode pays for it on several devices (docs/exact.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # not glibc

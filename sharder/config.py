@@ -53,7 +53,8 @@ class ParallelConfig:
     reduction: Reduction = "auto"
     """exact: the same bits on any number of devices and processes; fast: the compiler's own order of additions; auto: exact
     where that is tested and fits. There exact takes 0.96, 0.96, 0.88 and 1.02 x the time of a fast step with as many slots, on
-    1, 2, 4 and 8 devices (bench/exact.py; tiny_lm, CPU), and 1.01, 0.75 and 0.81 x on 1, 2 and 4 with gpt."""
+    1, 2, 4 and 8 devices (bench/exact.py; tiny_lm, CPU), and 1.01, 0.75 and 0.81 x on 1, 2 and 4 with gpt, where
+    fast mode suffers from a setting that exact mode needs (docs/exact.md)."""
     exact_memory: ExactMemory = "copy"
     """What exact mode holds during a step: a whole copy of the parameters and a whole gradient, or one block's (fsdp only)."""
     allow_nondeterministic: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ all or for none. A save that storage refuses costs nothing but itself: the check
 
 import asyncio
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -69,7 +70,9 @@ class Saver:
         self.wait()
         wait_s, self._failed = time.perf_counter() - began, None
         num_bytes, local_bytes = sum(x.nbytes for x in leaves.values()), bytes_to_copy(leaves)
-        at_once = bytes_at_once(local_bytes, available_bytes())
+        here = socket.gethostname()
+        num_sharing = exchange(f"save/{step}/host", here).count(here)
+        at_once = bytes_at_once(local_bytes, available_bytes(), num_sharing)
         largest = max(bytes_to_copy({p: x}) for p, x in leaves.items())
         faults = exchange(
             f"save/{step}/room", no_room(self.run_dir, num_bytes, largest, at_once, prepares=jax.process_index() == 0)
@@ -114,7 +117,7 @@ class Saver:
     def _write_own(self, where: Path, leaves: Leaves, pending: _Pending, at_once: int | None) -> str | None:
         """Writes this process's shards; returns what went wrong."""
         try:
-            futures = asyncio.run(_copy(where, leaves) if at_once is None else _stream(where, leaves, at_once))
+            futures = asyncio.run(_copy(where, leaves, at_once))
         except Exception as error:  # orbax and tensorstore raise many kinds
             return reason(error)
         finally:
@@ -177,31 +180,21 @@ def _outcome(future) -> str | None:
         return reason(error)
 
 
-async def _copy(where: Path, leaves: Leaves) -> list:
-    """Takes the devices' copies; what is returned writes them."""
+async def _copy(where: Path, leaves: Leaves, at_once: int | None) -> list:
+    """Takes the devices' copies; what is returned writes them. With `at_once` it copies and writes so many bytes at a time, a
+    larger array alone, and returns when all are written."""
     import orbax.checkpoint as ocp
     from etils import epath
 
-    futures = []
+    futures, options = [], {}
+    if at_once is not None:
+        options = {"save_device_host_concurrent_gb": at_once / 1e9, "type_handler_registry": streaming_handlers()}
     for name, tree in items(leaves).items():
-        futures += await ocp.PyTreeCheckpointHandler().async_save(epath.Path(where / name), args=ocp.args.PyTreeSave(tree))
-    return futures
-
-
-async def _stream(where: Path, leaves: Leaves, at_once: int) -> list:
-    """Copies and writes so many bytes at a time (a larger array alone); returns when all are written."""
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    futures = []
-    for name, tree in items(leaves).items():
-        handler = ocp.PyTreeCheckpointHandler(
-            save_device_host_concurrent_gb=at_once / 1e9, type_handler_registry=streaming_handlers()
-        )
+        handler = ocp.PyTreeCheckpointHandler(**options)
         begun = await handler.async_save(epath.Path(where / name), args=ocp.args.PyTreeSave(tree))
-        # The arrays must not be donated before their turn has come.
-        for future in begun:
-            future.result()
+        if at_once is not None:  # the arrays must not be donated before their turn has come
+            for future in begun:
+                future.result()
         futures += begun
     return futures
 
@@ -242,17 +235,22 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def bytes_at_once(local_bytes: int, available: int | None) -> int | None:
-    """How much of its shards a process copies to host memory at a time; None where all of them fit. The other half of what is
-    available is for what is being compressed and written."""
-    return None if available is None or local_bytes <= available else available // 2
+def bytes_at_once(local_bytes: int, available: int | None, num_sharing: int) -> int | None:
+    """How much of its shards each of `num_sharing` processes of a host copies to its memory at a time; None where all of them
+    fit. The other half of what is available is for what is being compressed and written."""
+    if available is None or local_bytes * num_sharing <= available:
+        return None
+    return available // num_sharing // 2
 
 
 def no_room(run_dir: Path, num_bytes: int, largest: int, at_once: int | None, prepares: bool) -> str | None:
     """Why a save is not even begun; None where there is room. `largest`: bytes of an array in this process. Process 0
     `prepares` the folders."""
     if at_once is not None and largest > at_once:
-        return f"it takes a copy of {largest:,} bytes in host memory for its largest array alone, and of {2 * at_once:,} available half are for copies"
+        return (
+            f"it takes a copy of {largest:,} bytes in host memory for its largest array alone, and half of the memory available to this"
+            f" process is {at_once:,}: free memory of this host, or divide the state among more hosts"
+        )
     if not prepares:
         return None
     try:

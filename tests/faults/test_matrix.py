@@ -17,7 +17,7 @@ from sharder.report.verify import compare
 
 pytestmark = needs_tested_jax
 LAUNCHER_S = 3.0
-"""To import and to leave a launcher, on a busy machine; 0.3 on a quiet one."""
+"""To import and to leave a launcher, on a busy machine."""
 SMALL = (
     "--parallel.reduction",
     "exact",

@@ -88,8 +88,10 @@ class Snapshots:
         if any(faults):
             return self._doubt(step, next(filter(None, faults)))
         differ = differing(leaves, generation.facts["fingerprints"], setup.replicated())
-        if differ or int(leaves["step"]) != step:
+        if differ:
             return self._doubt(step, f"{len(differ)} of {len(leaves)} leaves are not what was copied ({', '.join(differ[:3])})")
+        if int(leaves["step"]) != step:
+            return self._doubt(step, f"its state is of step {int(leaves['step'])}")
         return leaves
 
     def _doubt(self, step: int | None, why: str) -> None:

@@ -1,6 +1,7 @@
 """RAM snapshots: what a killed run goes on from, and when it must not."""
 
 import dataclasses
+import json
 import os
 import shutil
 import time
@@ -10,6 +11,7 @@ import pytest
 from small import small
 
 from sharder import checkpoint
+from sharder.checkpoint.manifest import checksum
 from sharder.checkpoint.shards import ShardFile, generations
 from sharder.config import UserError
 from sharder.events import read_json_lines
@@ -117,7 +119,16 @@ def spoil_tables(run_dir, number):
         table.write_text(table.read_text().replace('"step": ', '"step": 1'))
 
 
-@pytest.mark.parametrize("damage", [flip, cut_off, spoil_tables])
+def call_it_another_step(run_dir, number):
+    """Tables that are whole, but of other steps than their states."""
+    for generation in generations(place(run_dir))[0][-number:]:
+        path = generation.files[0][0].with_suffix(".json")
+        table = json.loads(path.read_text())
+        table["step"] += 2
+        path.write_text(json.dumps({**table, "sha256": checksum(table)}))
+
+
+@pytest.mark.parametrize("damage", [flip, cut_off, spoil_tables, call_it_another_step])
 def test_on_doubt_the_last_checkpoint_is_used_and_that_is_said(killed, whole, damage, capsys):
     damage(killed, 2)
     restored = resume(killed, whole, snapshot_every=1)

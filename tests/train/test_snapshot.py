@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 
+import jax
 import numpy as np
 import pytest
 from small import small
@@ -189,6 +190,24 @@ def test_what_is_not_covered_is_not_read(tmp_path):
     ((path, pieces),) = generation.files
     half = dataclasses.replace(generation, files=((path, tuple(p for p in pieces if not any(p.start))),))
     assert generation.covers(target) and not half.covers(target)
+
+
+def test_a_generation_that_was_being_written_over_counts_no_more(tmp_path, monkeypatch):
+    """A process may be killed anywhere in it: half a new state must not stand under the old table."""
+    file, state = ShardFile(tmp_path / "1-0-0.bin", 4096), {"a": jax.numpy.arange(8.0), "b": jax.numpy.arange(4.0)}
+    file.write(state, {"step": 3, "attempt": 1})
+    assert [g.facts["step"] for g in generations(tmp_path)[0]] == [3]
+
+    def dies(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", dies)
+        with pytest.raises(Killed):
+            file.write(state, {"step": 5, "attempt": 1})
+    assert generations(tmp_path) == ([], [])
+    file.write(state, {"step": 7, "attempt": 1})
+    assert [g.facts["step"] for g in generations(tmp_path)[0]] == [7]
 
 
 def test_memory_that_would_not_do_is_refused_with_the_numbers(tmp_path, monkeypatch, capsys):

@@ -117,7 +117,7 @@ def cut_off(run_dir, number):
 def spoil_tables(run_dir, number):
     for generation in generations(place(run_dir))[0][-number:]:
         table = generation.files[0][0].with_suffix(".json")
-        table.write_text(table.read_text().replace('"step": ', '"step": 1'))
+        table.write_text(table.read_text().replace('"size"', '"sise"'))
 
 
 def call_it_another_step(run_dir, number):

@@ -8,6 +8,7 @@ heartbeat timeout (100 s), and says no reason.
 import faulthandler
 import json
 import os
+import re
 import selectors
 import socket
 import sys
@@ -38,6 +39,17 @@ class Ending:
     def __str__(self) -> str:
         how = "was killed, or its host is gone" if self.code is None else f"ended with code {self.code}"
         return f"process {self.process} {how}" + (f": {self.text}" if self.text else "")
+
+    @property
+    def last_words(self) -> str:
+        """Of a process that ends because of it."""
+        return f"{self}; this process ends too."
+
+
+def followed(last_words: str) -> int | None:
+    """The process whose end these last words follow; None: they are no such words."""
+    found = re.match(r"process (\d+) .*; this process ends too\.$", last_words)
+    return int(found.group(1)) if found else None
 
 
 class Channel:
@@ -80,7 +92,7 @@ class Channel:
         process; so whoever started them can tell the first from those that followed it."""
         if ending.code != PREEMPTED:
             time.sleep(OWN_END_S)
-        print(f"{ending}; this process ends too.", file=sys.stderr, flush=True)
+        print(ending.last_words, file=sys.stderr, flush=True)
         self._outlive()
         if ending.code in (2, PREEMPTED):
             os._exit(ending.code)

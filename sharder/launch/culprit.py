@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from sharder.channel import followed
 from sharder.heartbeat import PHASES, Beat
 from sharder.stop import PREEMPTED
 
@@ -20,6 +21,11 @@ class Death:
     """The end of its log."""
     out_of_memory: bool = False
     """The kernel ended a process for lack of memory meanwhile."""
+
+    @property
+    def follows(self) -> int | None:
+        """The process because of whose end this one ended, by its own words."""
+        return next((n for line in reversed(self.lines) if (n := followed(line)) is not None), None)
 
 
 @dataclass(frozen=True)

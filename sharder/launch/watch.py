@@ -20,7 +20,8 @@ POLL_S = 0.05
 SETTLE_S = 0.15
 """How long after a failure is looked for others that ended with it."""
 GRACE_S = 5.0
-"""How long the others may take to say the same, where one ended with a message to the user or to be resumed."""
+"""How long the others may take to say the same, where one ended with a message to the user or to be resumed; and one that failed and
+lets the others end first (`sharder.channel`)."""
 STACKS_S = 0.3
 """How long stuck processes get to print their stacks."""
 
@@ -95,19 +96,24 @@ class Watch:
 
     def to_end(self) -> Outcome:
         """Returns when no process of the attempt is left."""
-        failed_at, grace = None, SETTLE_S
+        failed_at = None
         while True:
             ended = self.look()
-            if failed_at is None and (failure := culprits.first_own(self.deaths)) is not None:
+            failure = culprits.first_own(self.deaths)
+            if failed_at is None and failure is not None:
                 failed_at = time.time()
-                grace = GRACE_S if failure.code in (2, PREEMPTED) else SETTLE_S
             if ended:
                 return self._ended(failed_at or time.time())
-            if failed_at is not None and time.time() - failed_at > grace:
+            if failed_at is not None and time.time() - failed_at > self._grace_s(failure):
                 return self._ended(failed_at)
             if failed_at is None and (silent := self.silent()):
                 return self._stuck(silent)
             time.sleep(POLL_S)
+
+    def _grace_s(self, failure: Death) -> float:
+        """How long to look for other deaths after this one."""
+        waits = failure.code in (2, PREEMPTED) or failure.follows in {w.index for w in self.workers if w.process.poll() is None}
+        return GRACE_S if waits else SETTLE_S
 
     def look(self) -> bool:
         """Takes notice of beats and deaths; whether all processes have ended."""
@@ -173,3 +179,4 @@ class Watch:
         if new:
             sys.stderr.write(new.decode(errors="replace"))
             sys.stderr.flush()
+

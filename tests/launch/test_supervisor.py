@@ -9,6 +9,7 @@ import time
 import pytest
 
 from sharder import heartbeat
+from sharder.channel import Ending
 from sharder.config import UserError
 from sharder.heartbeat import Beat
 from sharder.launch.logs import log_folder
@@ -69,6 +70,22 @@ def test_a_host_that_has_other_processes_than_the_first_names_its_own(run):
 def test_a_killed_process_is_the_culprit_though_a_peer_finds_words(run):
     outcome = run("import sys, time; time.sleep(0.1); sys.exit(2)", KILL_ITSELF)
     assert outcome.culprit.process == 1 and "SIGKILL" in outcome.culprit.what
+
+
+def test_who_says_that_it_follows_another_is_not_the_culprit_though_it_is_gone_first(run):
+    """Process 0 lets the others end before it does, and may take long to end."""
+    words = Ending(0, 1, "MemoryError: x").last_words
+    outcome = run(
+        "import sys, time; time.sleep(2); print('MemoryError: x', file=sys.stderr); sys.exit(1)",
+        f"import os, sys; print({words!r}, file=sys.stderr, flush=True); os.abort()",
+    )
+    assert (outcome.culprit.process, outcome.culprit.exit_code) == (0, 1)
+
+
+def test_nobody_waits_for_the_culprit_of_another_host(run):
+    words = Ending(0, None).last_words
+    outcome = run(SLEEP, f"import os, sys; print({words!r}, file=sys.stderr, flush=True); os.abort()", first=4)
+    assert outcome.culprit.process == 5
 
 
 @pytest.mark.parametrize("code", [2, 75])

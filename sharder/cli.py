@@ -17,6 +17,7 @@ import tyro
 
 from sharder.config import ClusterConfig, ParallelConfig, RunConfig, UserError, to_dict
 from sharder.lifeline import hold
+from sharder.options import parse
 from sharder.recipes import split_name
 
 WithConfig = Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
@@ -26,7 +27,7 @@ def recipes(arguments: list[str]) -> int:
     """List the recipes."""
     from sharder.recipes import RECIPES, find_recipe
 
-    tyro.cli(lambda: None, args=arguments, prog="sharder recipes", description=recipes.__doc__)
+    parse(lambda: None, args=arguments, prog="sharder recipes", description=recipes.__doc__)
     for name in RECIPES:
         print(f"{name:12} {(find_recipe(name).__doc__ or '').strip()}")
     print("path/to/file.py:function  any function that returns a RunConfig")
@@ -66,7 +67,7 @@ def train(arguments: list[str]) -> int:
         """
         return run_dir, resume, (resume_from, rewind), print_config, config
 
-    run_dir, resume, start, print_config, config = tyro.cli(
+    run_dir, resume, start, print_config, config = parse(
         command, args=rest, prog=f"sharder train {name}", description=train.__doc__
     )
     if print_config:
@@ -76,6 +77,9 @@ def train(arguments: list[str]) -> int:
         raise UserError("--run-dir is missing: name the folder that the run is kept in.")
     if expects_others(config.cluster, os.environ):
         stop.wait_for_others()
+    from sharder.backends import load_jax
+
+    load_jax()
     from sharder.train.attempt import parse_branch
     from sharder.train.loop import train as run
 
@@ -104,7 +108,7 @@ def verify(arguments: list[str]) -> int:
         """
         return run_a, run_b, leaves, step, json
 
-    run_a, run_b, leaves, step, as_json = tyro.cli(command, args=arguments, prog="sharder verify", description=verify.__doc__)
+    run_a, run_b, leaves, step, as_json = parse(command, args=arguments, prog="sharder verify", description=verify.__doc__)
     if step is not None and not leaves:
         raise UserError("--step goes with --leaves: without it every step that both runs logged is compared.")
     if leaves:
@@ -161,7 +165,7 @@ def evaluate(arguments: list[str]) -> int:
         """
         return step, config
 
-    step, config = tyro.cli(command, args=rest, prog="sharder eval RUN", description=evaluate.__doc__)
+    step, config = parse(command, args=rest, prog="sharder eval RUN", description=evaluate.__doc__)
     from sharder.serve.evaluate import evaluate_run
 
     print(evaluate_run(config, run, step))
@@ -192,9 +196,7 @@ def generate(arguments: list[str]) -> int:
         """
         return prompt, max_new_tokens, step, sampling, dataclasses.replace(config, parallel=parallel, cluster=cluster)
 
-    prompt, new, step, sampling, config = tyro.cli(
-        command, args=rest, prog="sharder generate RUN", description=generate.__doc__
-    )
+    prompt, new, step, sampling, config = parse(command, args=rest, prog="sharder generate RUN", description=generate.__doc__)
     from sharder.serve.generate import generate_text
 
     print(generate_text(config, run, step, prompt, new, sampling))
@@ -223,7 +225,7 @@ def demo(arguments: list[str]) -> int:
         """
         return dir, script
 
-    folder, script = tyro.cli(command, args=arguments, prog="sharder demo", description=demo.__doc__)
+    folder, script = parse(command, args=arguments, prog="sharder demo", description=demo.__doc__)
     from sharder.launch.demo import run_demo
 
     return run_demo(folder, script)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sharder import __version__
 from sharder.agreement import agree, store
+from sharder.backends import has_compilers_only, load_jax, may_have_gpu, quiet_stderr
 from sharder.channel import Channel
 from sharder.compile_cache import write_in_every_process
 from sharder.config import ClusterConfig, UserError
@@ -59,13 +60,6 @@ def device_memory_bytes() -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def may_have_gpu(config: ClusterConfig) -> bool:
-    """Asked before jax looks for devices. Elsewhere a flag for GPUs would only change the keys of kept programs."""
-    if config.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
-        return False
-    return bool(metadata.entry_points(group="jax_plugins"))
-
-
 def fix_cpu_threads(count: int) -> None:
     """In every mode: a run of mode auto does not know yet what it becomes, and its next attempt does."""
     wanted = str(count)
@@ -112,18 +106,24 @@ def initialize(config: ClusterConfig, exact: bool = False, facts: Facts | None =
         _meet(place, config, facts or {}, stop)
     elif stop is not None:
         stop.found_others(lambda code, text: None)
+    load_jax()
     import jax
 
-    if config.cpu_devices is not None:
+    compilers_only = has_compilers_only()
+    if config.cpu_devices is not None or compilers_only:
         jax.config.update("jax_platforms", "cpu")
+    if config.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     cache = compile_cache_dir(config.compile_cache)
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if config.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
+    if config.cpu_devices is not None or compilers_only or os.environ.get("JAX_PLATFORMS") == "cpu":
         write_in_every_process()
+    if place is None and compilers_only:
+        with quiet_stderr():
+            jax.devices()
     if place is not None:
         _connect(place, config.bringup_timeout_s)
         self_test(place.index, place.count, config.bringup_timeout_s)

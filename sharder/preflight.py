@@ -218,8 +218,14 @@ def _savings(config: RunConfig, plan: Plan, share: int) -> Iterator[dict[str, ob
     micro = config.train.microbatch_size or share
     smaller = [m for m in divisors(share) if m < micro]
     yield from ({"--train.microbatch-size": m} for m in reversed(smaller[-3:]))
-    divided = {"--parallel.data": 1, "--parallel.fsdp": plan.mesh.num_replicas, "--parallel.tensor": plan.mesh.tensor}
-    policies = [{"--parallel.policy": "zero"}, {"--parallel.policy": "fsdp"}, {"--parallel.policy": "fsdp", **divided}]
+    replicas = plan.mesh.num_replicas
+    divided = [
+        {"--parallel.data": replicas // fsdp, "--parallel.fsdp": fsdp, "--parallel.tensor": plan.mesh.tensor}
+        for fsdp in divisors(replicas)
+        if fsdp > plan.mesh.fsdp or (fsdp == replicas and plan.policy == "dp")
+    ]
+    policies = [{"--parallel.policy": "zero"}, {"--parallel.policy": "fsdp"}]
+    policies += [{"--parallel.policy": "fsdp", **degrees} for degrees in divided]
     least = ({"--train.microbatch-size": 1} if smaller else {}) | (
         {} if config.model.remat == "block" else {"--model.remat": "block"}
     )

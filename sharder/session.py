@@ -34,6 +34,11 @@ class Session:
             raise UserError(
                 "the state of this session exists already, and lies where it was born: call .shard() before .train()."
             )
+        for name, value in (("zero", zero), ("fsdp", fsdp)):
+            if not isinstance(value, bool):
+                raise UserError(
+                    f"{name}={value!r}, but must be True or False; degrees are given as quick(..., parallel={{'fsdp': 4}})."
+                )
         if fsdp and not zero:
             raise UserError(
                 "fsdp=True with zero=False: parameters that are divided have divided optimizer state; leave zero out."
@@ -78,11 +83,15 @@ def quick(recipe: str, run_dir: str | Path | None = None, **sections: Mapping[st
     quick("tiny_lm", cluster={"cpu_devices": 8}, train={"global_batch_size": 64}).
     Raises UserError for an unknown recipe, section or field, and for values outside their range.
     """
+    if not isinstance(recipe, str):
+        raise UserError(f"the recipe is {recipe!r}, but must be a name or path/to/file.py:function.")
     config = load_recipe(recipe)
     known = [f.name for f in dataclasses.fields(config)]
     for section, values in sections.items():
         if section not in known:
             raise UserError(f"there is no section {section!r}; use one of {', '.join(known)}.")
+        if not isinstance(values, Mapping):
+            raise UserError(f"{section}={values!r}, but must be a dict of its fields, as {section}={{...}}.")
         fields = [f.name for f in dataclasses.fields(getattr(config, section))]
         unknown = [k for k in values if k not in fields]
         if unknown:

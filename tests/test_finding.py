@@ -246,3 +246,11 @@ def test_every_option_of_a_finding_exists(rule):
     config, known = RULES[rule][0]
     for finding in found(config, **known):
         assert all(map(resolves, [*finding.nearest, *re.findall(r"--[a-z-]+\.[a-z-]+[a-z]", finding.message)]))
+
+
+def test_memory_is_saved_with_any_degree_that_divides_not_only_with_the_largest():
+    """Six replicas, and sizes that six does not divide: two of them hold a part each."""
+    config = change(small(), parallel={"policy": "fsdp", "data": 6, "fsdp": 1, "tensor": 2}, train={"global_batch_size": 24})
+    fits = lambda c: 1 if (c.parallel.data, c.parallel.fsdp) == (3, 2) else 100  # noqa: E731
+    (finding,) = (f for f in found(config, 12, memory_bytes=10, predict_bytes=fits) if f.rule == "memory")
+    assert finding.nearest == {"--parallel.policy": "fsdp", "--parallel.data": 3, "--parallel.fsdp": 2, "--parallel.tensor": 2}

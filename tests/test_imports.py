@@ -16,9 +16,10 @@ RANKS = [
     {"fields"},
     {"data_config", "model_config"},
     {"config", "events", "stop"},
-    {"channel", "finding"},
+    {"channel", "finding", "options"},
     {
         "accounting",
+        "backends",
         "exactness",
         "compile_cache",
         "facts",

@@ -11,6 +11,7 @@ from sharder.preflight import findings as structured
 from sharder.recipes import load_recipe
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import make_plan
+from sharder.sharding.show import undivided_text
 
 
 def findings(config, plan):
@@ -74,7 +75,7 @@ def test_where_no_degree_would_do_none_is_recommended():
     config = change(load_recipe("gpt"), parallel={"fsdp": 2, "tensor": 5})
     found = findings(*planned(config, MeshShape(1, 2, 5)))
     assert any("mlp is 3072, which does not divide into 10" in f for f in found) and not any("one of []" in f for f in found)
-    assert any("Make it 3070 or 3080, or accept whole copies with" in f for f in found)
+    assert any("make it 3070 or 3080, or accept whole copies with" in f for f in found)
 
 
 def test_an_unknown_name_to_replicate_is_a_finding():
@@ -145,3 +146,25 @@ def test_auto_is_fast_elsewhere_and_says_why(sections, surroundings, why):
 def test_what_the_user_chose_is_kept(reduction):
     config, why_fast = settled(change(small(), parallel={"reduction": reduction}), platform="gpu")
     assert config.parallel.reduction == reduction and why_fast is None
+
+
+def test_only_sizes_that_the_model_takes_are_recommended():
+    """gpt's width has no divisor that is a multiple of 5, and the vocabulary may not shrink below the tokenizer's."""
+    heads = [f for f in findings(*planned(change(load_recipe("gpt"), parallel={"tensor": 5}), MeshShape(1, 2, 5))) if "heads is" in f]
+    assert heads and not any("make it" in f for f in heads)
+    uneven = change(load_recipe("gpt"), parallel={"policy": "fsdp"}, model={"padded_vocab_size": 50257})
+    (vocab,) = (f for f in findings(*planned(uneven, MeshShape(1, 8, 1))) if "vocab is" in f)
+    assert "make it 50264, or" in vocab
+
+
+def test_all_degrees_that_the_devices_allow_are_recommended():
+    found = findings(*planned(change(load_recipe("tiny_lm"), parallel={"tensor": 3}), MeshShape(1, 8, 3)))
+    assert not any("--parallel.tensor one of [1]" in f for f in found)
+
+
+def test_a_policy_without_devices_to_divide_over_is_said():
+    config = change(small(), parallel={"policy": "fsdp"})
+    assert "which has 1 device here" in undivided_text(planned(config, MeshShape(8, 1, 1))[1])
+    assert undivided_text(planned(config, MeshShape(4, 2, 1))[1]) is None
+    assert undivided_text(planned(config, MeshShape(1, 1, 2))[1]) is None
+    assert undivided_text(planned(change(small(), parallel={"policy": "dp"}), MeshShape(8, 1, 1))[1]) is None

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from sharder.config import UserError
+from sharder.options import parse
 
 
 def inspect(arguments: list[str]) -> int:
@@ -29,7 +30,7 @@ def inspect(arguments: list[str]) -> int:
         """
         return path, frames, chunk, sheet, json
 
-    path, frames, chunk, sheet, as_json = tyro.cli(
+    path, frames, chunk, sheet, as_json = parse(
         command, args=arguments, prog="sharder data inspect", description=inspect.__doc__
     )
     if chunk < 1:
@@ -78,7 +79,7 @@ def stats(arguments: list[str]) -> int:
         """
         return path, horizon, out, compare, json, robot
 
-    path, horizon, out, compare, as_json, robot = tyro.cli(
+    path, horizon, out, compare, as_json, robot = parse(
         command, args=arguments, prog="sharder data stats", description=stats.__doc__
     )
     if horizon < 1:

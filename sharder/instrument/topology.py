@@ -8,13 +8,13 @@ programming guide's table of compute capabilities; core counts, caches and clock
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 
 import jax
 
+from sharder.backends import quiet_stderr
 from sharder.config import UserError
 from sharder.instrument.hardware import ACCELERATORS, Accelerator
 
@@ -129,20 +129,6 @@ def compile_options(topology: Topology) -> dict[str, bool | str]:
     if not topology.accelerator.is_tpu:
         return {"xla_gpu_enable_triton_gemm": False}
     return {"xla_tpu_enable_async_collective_fusion": "false", "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Compilers and their plugins write to file descriptor 2 that there is no driver and that memory is short; both are known here."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 @contextlib.contextmanager

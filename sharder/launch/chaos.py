@@ -14,14 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from sharder.config import UserError
 from sharder.events import read_json_lines
 from sharder.facts import is_run, read_config, read_facts, snapshot_place
 from sharder.launch import faults, guard
 from sharder.launch.faults import Fault
 from sharder.launch.ledger import Ledger, describe, read_ledger
+from sharder.options import parse
 from sharder.recipes import split_name
 from sharder.report.verify import compare
 from sharder.report.verify import describe as describe_comparison
@@ -84,7 +83,7 @@ def run(arguments: list[str]) -> int:
         """
         return Options(faults, seed, processes, devices_per_process, kinds, step_limit_s, startup_limit_s, reference), run_dir
 
-    (options, run_dir), of_train = tyro.cli(
+    (options, run_dir), of_train = parse(
         command, args=rest, prog="sharder chaos RECIPE", description=f"{run.__doc__} {USAGE}", return_unknown_args=True
     )
     check(options, run_dir)

@@ -10,6 +10,7 @@ from sharder.config import UserError
 from sharder.facts import refuse_address
 from sharder.launch import jobset, slurm
 from sharder.launch.watch import Limits
+from sharder.options import parse
 
 USAGE = "sharder launch --processes N [--devices-per-process K] -- train RECIPE ..."
 
@@ -65,7 +66,7 @@ def launch(arguments: list[str]) -> int:
         limits = Limits(startup_limit_s, step_limit_s)
         return Options(processes, min_processes, max_restarts, limits, spares), devices_per_process, engine, elsewhere
 
-    options, devices, engine, elsewhere = tyro.cli(
+    options, devices, engine, elsewhere = parse(
         command, args=own, prog="sharder launch", description=f"{launch.__doc__} {USAGE}"
     )
     if not inner:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import tyro
 
+from sharder.options import parse
+
 
 def run(arguments: list[str]) -> int:
     """Say where the time of runs went, over all of their attempts, and draw what they recorded as one HTML file."""
@@ -16,7 +18,7 @@ def run(arguments: list[str]) -> int:
         """
         return runs, out
 
-    runs, out = tyro.cli(command, args=arguments, prog="sharder report", description=run.__doc__)
+    runs, out = parse(command, args=arguments, prog="sharder report", description=run.__doc__)
     from sharder.config import UserError
     from sharder.launch.ledger import describe, read_ledger
     from sharder.report.page import write_report

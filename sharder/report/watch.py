@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sharder.config import UserError
 from sharder.facts import read_facts
+from sharder.options import parse
 from sharder.report.read import Recorded, read_run
 from sharder.report.timeline import make_timeline
 
@@ -30,7 +31,7 @@ def run(arguments: list[str]) -> int:
         """
         return run, interval_s, once
 
-    run_dir, interval_s, once = tyro.cli(command, args=arguments, prog="sharder watch", description=run.__doc__)
+    run_dir, interval_s, once = parse(command, args=arguments, prog="sharder watch", description=run.__doc__)
     if interval_s <= 0:
         raise UserError(f"--interval-s is {interval_s}, but must be above 0.")
     return watch(run_dir, interval_s, once)

@@ -9,6 +9,7 @@ from sharder import checkpoint
 from sharder.checkpoint.folders import fault, folder, note_verified, verified_s
 from sharder.checkpoint.restore import restore_numpy
 from sharder.facts import read_facts
+from sharder.options import parse
 from sharder.train.fingerprint import hex_digest, numpy_digest, numpy_fingerprint
 
 
@@ -27,7 +28,7 @@ def run(arguments: list[str], description: str) -> int:
         """
         return run, verify, step, fingerprint
 
-    run_dir, verify, step, fingerprint = tyro.cli(command, args=arguments, prog="sharder checkpoints", description=description)
+    run_dir, verify, step, fingerprint = parse(command, args=arguments, prog="sharder checkpoints", description=description)
     read_facts(run_dir)
     if fingerprint is not None:
         return recompute(run_dir, checkpoint.choose_step(run_dir, fingerprint))

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from sharder.config import ClusterConfig, ParallelConfig, UserError
+from sharder.options import parse
 from sharder.serve.options import ModelOptions, RobotOptions, SamplingOptions, ServerOptions
 
 USAGE = "sharder serve RUN [--port 8000]"
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
         """
         return (run, step, assets, dataset), (server, sampling), (model, robot, tokenizer), (parallel, cluster)
 
-    where, (server, sampling), asked, placed = tyro.cli(command, args=arguments, prog="sharder serve", description=run.__doc__)
+    where, (server, sampling), asked, placed = parse(command, args=arguments, prog="sharder serve", description=run.__doc__)
     try:
         import msgpack  # noqa: F401
         import websockets  # noqa: F401

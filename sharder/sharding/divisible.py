@@ -7,7 +7,7 @@ from functools import cached_property
 
 from sharder.accounting import batch_findings
 from sharder.config import RunConfig, UserError
-from sharder.finding import Finding, Options, applied, around, either
+from sharder.finding import Finding, Options, applied, either
 from sharder.sharding.mesh import MeshShape
 from sharder.sharding.plan import Indivisible, Plan, divisor, make_plan
 
@@ -79,14 +79,36 @@ class Remedies:
         ]
         unit, most = math.lcm(*factors), int(was * SMALL_CHANGE)
         sizes = (n for n in range(max(1, was - most), was + most + 1) if n % unit == 0)
-        for size in sorted(sizes, key=lambda n: abs(n - was)):
-            options = {f"--model.{field.replace('_', '-')}": size}
-            try:
-                applied(self.config, options)
-            except UserError:
-                continue
-            return options
-        return None
+        size = next((n for n in sorted(sizes, key=lambda n: abs(n - was)) if self._takes(field, n)), None)
+        return None if size is None else {f"--model.{field.replace('_', '-')}": size}
+
+    def other_sizes(self, axis: str, was: int, factor: int) -> str | None:
+        """`make it 28 or 32`: the next multiples of the factor, below and above, that the model can take."""
+        field = SIZE_OPTIONS.get(axis)
+        below, above = range(was // factor * factor, 0, -factor), range(-(-was // factor) * factor, 2 * was, factor)
+        fitting = (next((n for n in sizes if self._takes(field, n)), None) for sizes in (below, above))
+        sizes = [n for n in fitting if n is not None]
+        return f"make it {either(sizes)}" if sizes else None
+
+    def _takes(self, field: str | None, size: int) -> bool:
+        """Whether the model's configuration accepts this size; an axis without an option has nobody to say no."""
+        if field is None or getattr(self.config.model, field, None) is None:
+            return True
+        try:
+            applied(self.config, {f"--model.{field.replace('_', '-')}": size})
+        except UserError:
+            return False
+        return True
+
+    def other_degrees(self, size: int, item: Indivisible) -> str | None:
+        """The degrees of the mesh axis at fault, of those that the devices allow, that would divide a dimension of this size."""
+        mesh, machine = self.plan.mesh, self.machine
+        name, possible, others = "--parallel.tensor", divisors(machine.num_local), 1
+        if item.by_fsdp:
+            name, possible = "--parallel.fsdp", divisors(max(machine.num_devices // mesh.tensor, 1))
+            others = item.factor // mesh.fsdp
+        fitting = [d for d in possible if size % (d * others) == 0]
+        return f"make {name} one of {fitting}" if fitting else None
 
     @property
     def accepted(self) -> Options:
@@ -144,20 +166,13 @@ def _indivisible(plan: Plan, remedies: Remedies) -> list[Finding]:
         first = next(iter(items.values()))
         message = (
             f"{axis} is {size}, which does not divide into {factor}: {len(items)} parameter(s) have it, the first is {first.path},"
-            f" shape {first.shape}, layout {tuple(first.spec)}. Make it {either(around(size, factor))}{_other_degrees(plan, size, first)}"
+            f" shape {first.shape}, layout {tuple(first.spec)}"
         )
-        message += f", or accept whole copies with --parallel.replicate {' '.join(items)}" if first.by_fsdp else ""
+        ways = [remedies.other_sizes(axis, size, factor), remedies.other_degrees(size, first)]
+        ways += [f"accept whole copies with --parallel.replicate {' '.join(items)}"] if first.by_fsdp else []
+        message += f": {', or '.join(filter(None, ways))}" if any(ways) else ""
         nearest = remedies.size(axis) or remedies.degrees
         set_at = "--parallel.fsdp" if first.by_fsdp and factor == plan.mesh.fsdp else "--parallel.tensor"
         rule = "heads" if axis in ("heads", "kv_heads") else "dimension"
         found += [Finding(rule, message, nearest, set_at, i.path, i.shape, tuple(i.spec), factor) for i in items.values()]
     return found
-
-
-def _other_degrees(plan: Plan, size: int, item: Indivisible) -> str:
-    """The degrees of the mesh axis at fault that would divide a dimension of this size, as the end of a sentence."""
-    name, most, others = "--parallel.tensor", plan.mesh.tensor, 1
-    if item.by_fsdp:
-        name, most, others = "--parallel.fsdp", plan.mesh.num_replicas, item.factor // plan.mesh.fsdp
-    fitting = [d for d in divisors(most) if size % (d * others) == 0]
-    return f", or {name} one of {fitting}" if fitting else ""

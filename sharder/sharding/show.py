@@ -46,8 +46,19 @@ def explain(plan: Plan) -> Table:
     totals = [f"{plan.param_bytes_per_device(layout):,}" for layout in LAYOUTS]
     table.add_section()
     table.add_row("bytes/device", "", *totals, totals[0])
-    table.caption = whole_over_tensor_text(plan)
+    table.caption = "\n".join(filter(None, (whole_over_tensor_text(plan), undivided_text(plan)))) or None
     return table
+
+
+def undivided_text(plan: Plan) -> str | None:
+    """That a policy which divides has nothing to divide over, though there are several replicas; None: it has."""
+    mesh = plan.mesh
+    if plan.policy == "dp" or mesh.fsdp > 1 or mesh.num_replicas == 1:
+        return None
+    return (
+        f"policy {plan.policy} divides over the fsdp axis, which has 1 device here: everything is whole on all {mesh.num_replicas}"
+        " replicas; leave --parallel.data out, or name --parallel.fsdp"
+    )
 
 
 def whole_over_tensor_text(plan: Plan) -> str | None:

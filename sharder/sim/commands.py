@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from sharder.config import UserError
+from sharder.options import parse
 from sharder.sim.metaworld import Recording
 
 SIMULATORS = ("metaworld",)
@@ -27,7 +28,7 @@ def record(arguments: list[str]) -> int:
         return out, tasks, recording
 
     rest = arguments[1:] if arguments[0] in SIMULATORS else arguments
-    out, tasks, recording = tyro.cli(command, args=rest, prog="sharder data record metaworld", description=record.__doc__)
+    out, tasks, recording = parse(command, args=rest, prog="sharder data record metaworld", description=record.__doc__)
     import dataclasses
 
     from sharder.sim.metaworld import record as run

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from sharder.config import UserError
+from sharder.options import parse
 from sharder.study import attention as attention_study
 from sharder.study import flags as flags_study
 
@@ -43,7 +43,7 @@ def attention(arguments: list[str]) -> int:
         """
         return lengths, backends, heads, batch, repeats, out, json
 
-    lengths, backends, heads, batch, repeats, out, as_json = tyro.cli(
+    lengths, backends, heads, batch, repeats, out, as_json = parse(
         command, args=arguments, prog="sharder study attention", description=attention.__doc__
     )
     from sharder.study.scaling import parse_devices
@@ -71,9 +71,7 @@ def flags(arguments: list[str]) -> int:
         """
         return repeats, steps, out, json
 
-    given, options = tyro.cli(
-        command, args=rest, prog="sharder study flags", description=flags.__doc__, return_unknown_args=True
-    )
+    given, options = parse(command, args=rest, prog="sharder study flags", description=flags.__doc__, return_unknown_args=True)
     repeats, steps, out, as_json = given
     found = flags_study.study_flags(recipe, repeats, steps, out, options)
     print(json.dumps(found, indent=1)) if as_json else flags_study.show(found, Console())

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sharder.config import UserError
+from sharder.options import parse
 from sharder.recipes import load_recipe, split_name
 from sharder.report import plots
 from sharder.study.points import Spread, has_accelerator, run_json, spread, write_json
@@ -72,9 +72,7 @@ def run(arguments: list[str]) -> int:
         """
         return devices, mode, processes, repeats, steps, examples_per_device, out, json
 
-    given, options = tyro.cli(
-        command, args=rest, prog=f"sharder scale {name}", description=run.__doc__, return_unknown_args=True
-    )
+    given, options = parse(command, args=rest, prog=f"sharder scale {name}", description=run.__doc__, return_unknown_args=True)
     devices, mode, processes, repeats, steps, per_device, out, as_json = given
     counts = parse_devices(devices)
     if repeats < 1:

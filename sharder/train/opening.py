@@ -21,7 +21,7 @@ from sharder.facts import is_run
 from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
 from sharder.instrument.peak import matrix_ceiling
 from sharder.models.freeze import describe as describe_frozen
-from sharder.sharding.show import to_json
+from sharder.sharding.show import to_json, undivided_text
 from sharder.train.attempt import Attempt, Branch, describe_branch
 from sharder.train.console import open_console, say
 from sharder.train.description import state_leaves
@@ -127,8 +127,8 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         print(describe_frozen(setup.declared.params, setup.declared.frozen))
     if attempt.source is not None:
         print(describe_branch(attempt, config))
-    notes = untested(config, device.platform, jax.__version__), setup.why_fast and f"fast mode, not exact: {setup.why_fast}"
-    for note in filter(None, notes):
+    why_fast = setup.why_fast and f"fast mode, not exact: {setup.why_fast}"
+    for note in filter(None, (untested(config, device.platform, jax.__version__), why_fast, undivided_text(setup.plan))):
         print(note)
     events = EventLog(run_dir, attempt.number)
     events.write("start", attempt.resume_step, num_processes=jax.process_count(), num_devices=jax.device_count())

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sharder.accounting import account
+from sharder.backends import quiet_stderr
 from sharder.config import RunConfig
 from sharder.finding import Refused
 from sharder.instrument import machine, show, topology
@@ -104,14 +105,14 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
     """The same for a machine by name, which need not be there. Returns 0, or 2 where the step does not fit."""
     target = topology.parse_topology(name)
     jax.config.update("jax_platforms", "cpu")
-    with topology.quiet_stderr():
+    with quiet_stderr():
         jax.devices()  # loads the plugins, which complain that there is no driver
     console, per_host = _console(), target.devices_per_host
     if find:
         return search(config, target)
     topology.require_compiler(target)
     step = describe_step(config, target.num_devices, per_host)
-    with topology.quiet_stderr():
+    with quiet_stderr():
         devices = topology.open_devices(target)
         setup = prepare(step.config, devices)
         lowered = None if step.num_microbatches else lower_abstract(setup)
@@ -120,7 +121,7 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
     print(account(step.config, step.plan.mesh.num_replicas))
     compiled = None
     if lowered is not None:
-        with topology.quiet_stderr(), topology.memory_errors():
+        with quiet_stderr(), topology.memory_errors():
             program = lowered.compile(topology.compile_options(target))
         compiled = machine.read_compiled(
             prediction, program, topology.hosts(target, list(setup.mesh.devices.flat)), target.accelerator
@@ -188,7 +189,13 @@ def search(config: RunConfig, target: topology.Topology) -> int:
         print(f"nothing fits on {target}: no policy, tensor degree, remat policy or microbatch does, by prediction.")
         return 2
     print(f"fewest devices that fit, by prediction: {show.found_text(fewest)}")
-    print(f"fastest on {target}, by prediction (all communication hidden, none hidden):")
-    for found in machine.fastest(config, describe_step, num_hosts, per_host, accelerator):
+    fastest = machine.fastest(config, describe_step, num_hosts, per_host, accelerator)
+    if not fastest:
+        print(f"nothing divides over all of {target}: the same command without --find says why, and what would.")
+        return 0
+    known = fastest[0].prediction.time is not None
+    order = "times with all communication hidden, and with none, by which they are ranked" if known else "least memory first"
+    print(f"{'fastest' if known else 'best'} on {target}, by prediction ({order}):")
+    for found in fastest:
         print(f"  {show.found_text(found)}")
     return 0

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from sharder.config import RunConfig
+from sharder.options import parse
 from sharder.recipes import load_recipe, split_name
 
 USAGE = "sharder profile RECIPE [--steps 10] [--run-dir DIR] [--ablate attention] [--json] [options]"
@@ -32,9 +33,7 @@ def run(arguments: list[str]) -> int:
         """
         return config, run_dir, steps, ablate, json
 
-    config, run_dir, steps, ablate, as_json = tyro.cli(
-        command, args=rest, prog=f"sharder profile {name}", description=run.__doc__
-    )
+    config, run_dir, steps, ablate, as_json = parse(command, args=rest, prog=f"sharder profile {name}", description=run.__doc__)
     from sharder.train.profiling import profile
 
     return profile(config, name, run_dir, steps, ablate, as_json)

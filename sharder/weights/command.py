@@ -8,6 +8,7 @@ from pathlib import Path
 import tyro
 
 from sharder.config import ClusterConfig, UserError
+from sharder.options import parse
 
 
 def check(arguments: list[str]) -> int:
@@ -22,7 +23,7 @@ def check(arguments: list[str]) -> int:
         """
         return golden, json, compute_dtype
 
-    path, as_json, dtype = tyro.cli(command, args=arguments, prog="sharder weights check", description=check.__doc__)
+    path, as_json, dtype = parse(command, args=arguments, prog="sharder weights check", description=check.__doc__)
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"--compute-dtype is {dtype!r}, but must be float32 or bfloat16.")
     from sharder.weights.golden import compare, describe, read, unknown
@@ -55,7 +56,7 @@ def import_(arguments: list[str]) -> int:
         """
         return path, out, param_dtype, cpu_devices
 
-    path, out, dtype, devices = tyro.cli(command, args=arguments, prog="sharder weights import", description=import_.__doc__)
+    path, out, dtype, devices = parse(command, args=arguments, prog="sharder weights import", description=import_.__doc__)
     from sharder import cluster
 
     cluster.initialize(ClusterConfig(cpu_devices=devices))
@@ -89,7 +90,7 @@ def export(arguments: list[str]) -> int:
         """
         return path, out, merge_lora, value, average, asset_id, cpu_devices
 
-    path, out, merge, value, average, asset_id, devices = tyro.cli(
+    path, out, merge, value, average, asset_id, devices = parse(
         command, args=arguments, prog="sharder weights export", description=export.__doc__
     )
     from sharder import cluster

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from sharder.config import RunConfig, UserError
+from sharder.options import parse
 
 USAGE = "sharder weights import FOLDER RECIPE --run-dir DIR [options], or sharder weights export RUN FOLDER [--step N]"
 
@@ -34,7 +35,7 @@ def import_(arguments: list[str]) -> int:
         """
         return run_dir, config
 
-    run_dir, config = tyro.cli(command, args=rest, prog="sharder weights import", description=import_.__doc__)
+    run_dir, config = parse(command, args=rest, prog="sharder weights import", description=import_.__doc__)
     from sharder.weights.runs import import_weights
 
     print(import_weights(config, Path(folder), run_dir))
@@ -52,7 +53,7 @@ def export(arguments: list[str]) -> int:
         """
         return step
 
-    step = tyro.cli(command, args=rest, prog="sharder weights export", description=export.__doc__)
+    step = parse(command, args=rest, prog="sharder weights export", description=export.__doc__)
     from sharder.facts import read_config
     from sharder.weights.runs import export_weights
 

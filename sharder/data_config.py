@@ -122,7 +122,7 @@ class WeightsConfig:
     """Weights that a new run begins with; a resume ignores them."""
 
     path: str | None = None
-    """A run, a checkpoint, imported weights, a checkpoint of openpi, or PaliGemma's .npz; unset: drawn from the seed."""
+    """A run, a checkpoint, imported weights, a checkpoint of openpi or LeRobot, or PaliGemma's .npz; unset: drawn from the seed."""
     resize: Resize = "none"
     """What to do with projections of actions and states of another dimension: fill up with zeros, cut off, or draw afresh."""
     accept: tuple[str, ...] = ()

@@ -111,8 +111,9 @@ def read_usage(folder: Path) -> Usage | None:
 
 
 def assets_beside(path: Path) -> Path | None:
-    """The folder `assets` of a run, of weights, or of a checkpoint's run; None where there is none."""
+    """The folder `assets` of a run, of weights (or beside their file), or of a checkpoint's run; None where there is none."""
     path = path.resolve()
+    path = path.parent if path.is_file() else path
     places = [
         path,
         *([path.parents[1]] if path.parent.name == "checkpoints" else []),

@@ -26,6 +26,7 @@ from sharder.serve.options import ModelOptions, RobotOptions, SamplingOptions
 from sharder.serve.policy import Policy
 from sharder.sharding.compute import ComputeLayout
 from sharder.train.initial_weights import load
+from sharder.train.lerobot_file import FILE
 from sharder.train.own_files import with_kept_tokenizer
 from sharder.train.weight_files import model_of, open_average, open_weights
 
@@ -47,16 +48,16 @@ class Found:
 
 
 def find(path: Path, step: int | None, assets: Path | None = None) -> Found:
-    """A run, one of its checkpoints, a folder of weights, or a checkpoint of openpi. Raises UserError where it is none."""
+    """A run, one of its checkpoints, a folder of weights, or a checkpoint of openpi or LeRobot. Raises UserError where it is none."""
     run, weights, name = path, path, str(path)
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and not (path / FILE).is_file():  # LeRobot's has a config.json of its own
         step = checkpoint.choose_step(path, step)
         weights, name = checkpoint.entry(path, step), f"{path} at step {step}"
     elif step is not None:
         raise UserError(f"--step is {step}, but {path} is not a run: leave it out.")
     elif path.resolve().parent.name == "checkpoints":
         run = path.resolve().parents[1]
-    config = read_config(run) if (run / "config.json").is_file() else None
+    config = read_config(run) if (run / "config.json").is_file() and not (path / FILE).is_file() else None
     if config is not None and not isinstance(config.model, Pi0Config):
         raise UserError(f"{run} is a run of {type(config.model).__name__}; only pi0 and pi0.5 are served.")
     if assets is not None and not assets.is_dir():

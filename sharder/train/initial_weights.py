@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharder.config import Pi0Config, RunConfig, UserError, model_from_dict
+from sharder.config import Pi0Config, RunConfig, UserError
 from sharder.models.build import flatten, unflatten
-from sharder.models.openpi_weights import Source, detect, openpi_shapes, sources
+from sharder.models.lerobot_weights import Tensor, lerobot_shapes, tensors
+from sharder.models.openpi_weights import Source, openpi_shapes, sources
 from sharder.sharding.axes import ParamDecl
 from sharder.train.optimizer import to_float32
 from sharder.train.state import TrainState
-from sharder.train.weight_files import WeightFile, open_weights, saved_model
+from sharder.train.weight_files import WeightFile, described_model, open_weights
 
 GROUP_BYTES = 1 << 30
 """About so much is read and converted at a time, over all devices."""
@@ -44,27 +45,30 @@ class Fit:
         return not (self.missing or self.unexpected or self.misshapen)
 
 
-def map_of(file: WeightFile, model, params: Mapping[str, ParamDecl]) -> dict[str, Source]:
-    """For each of our parameters: where the file keeps it."""
+def map_of(file: WeightFile, model, params: Mapping[str, ParamDecl]) -> dict[str, Source] | dict[str, Tensor]:
+    """For each of our parameters that the file can have: where it keeps it."""
     if file.kind == "sharder":
         return {path: Source(path) for path in params}
     if not isinstance(model, Pi0Config):
         raise UserError(f"{file.path} holds weights of {file.kind}, but the recipe's model is not pi0 or pi0.5.")
-    return sources(model)
+    return tensors(model) if file.kind == "lerobot" else sources(model)
 
 
 def expected_shapes(file: WeightFile, model, params: Mapping[str, ParamDecl]) -> dict[str, tuple[int, ...]]:
     ours = {path: decl.shape for path, decl in params.items()}
+    if file.kind == "lerobot":
+        return lerobot_shapes(model, ours, file.shapes)
     return ours if file.kind == "sharder" else openpi_shapes(model, ours)
 
 
 def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str, accept: Collection[str] = ()) -> Fit:
     """Compares a file with a model; `resize` and `accept` are those of WeightsConfig."""
-    wanted, where = expected_shapes(file, model, params), map_of(file, model, params)
+    where = map_of(file, model, params)
+    wanted = expected_shapes(file, model, params)
     ours_of = {source.path: path for path, source in where.items()}
 
     def may_lack(path: str) -> bool:
-        if ours_of[path] in accept:
+        if ours_of.get(path) in accept:
             return True
         return "lora" in path or (file.kind == "paligemma" and (not path.startswith("PaliGemma/") or "_1" in path))
 
@@ -74,13 +78,13 @@ def fit(file: WeightFile, model, params: Mapping[str, ParamDecl], resize: str, a
     for path in wanted.keys() & file.shapes.keys():
         there, here = file.shapes[path], wanted[path]
         if there != here:
-            how = resize.partition("=")[2] if ours_of[path] in ACTION_PARAMS else ""
+            how = resize.partition("=")[2] if ours_of.get(path) in ACTION_PARAMS else ""
             fits = {
                 "pad": all(a <= b for a, b in zip(there, here)),
                 "slice": all(a >= b for a, b in zip(there, here)),
                 "reinit": True,
             }
-            if ours_of[path] in accept:
+            if ours_of.get(path) in accept:
                 resized[ours_of[path]] = "reinit"
             elif len(there) == len(here) and fits.get(how, False):
                 resized[ours_of[path]] = how
@@ -116,11 +120,12 @@ def load(
 
     Raises UserError with every difference where the file does not fit; nothing is loaded then.
     """
-    wanted, found = expected_shapes(file, model, params), fit(file, model, params, resize, accept)
+    found = fit(file, model, params, resize, accept)
+    wanted = expected_shapes(file, model, params)
     if not found.ok:
         refuse(file, wanted, found)
     skipped = {path for path, how in found.resized.items() if how == "reinit"} | set(found.fresh)
-    groups: dict[str, dict[str, Source]] = {}
+    groups: dict[str, dict[str, Source | Tensor]] = {}
     for path, source in map_of(file, model, params).items():
         if path not in skipped:
             groups.setdefault(source.path, {})[path] = source
@@ -205,8 +210,7 @@ def with_sizes_of_weights(config: RunConfig, run_dir: Path | None = None) -> tup
     file = open_weights(weights.path)
     if file.kind == "paligemma":
         return config, None
-    model, saved = config.model, saved_model(file)
-    found = model_from_dict(saved) if saved is not None else detect(file.shapes)
+    model, found = config.model, described_model(file)
     if not isinstance(found, Pi0Config):
         raise UserError(f"{weights.path} holds weights of a {type(found).__name__}, but the recipe's model is pi0 or pi0.5.")
     taken = {

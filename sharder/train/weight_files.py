@@ -1,4 +1,4 @@
-"""Where weights come from: orbax trees (ours and openpi's) and .npz files, read leaf by leaf onto the devices that want them."""
+"""Where weights come from: orbax trees (ours, openpi's), .npz and safetensors, read leaf by leaf onto the devices that want them."""
 
 import json
 import logging
@@ -13,10 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import checkpoint
-from sharder.config import Pi0Config, UserError, model_from_dict
+from sharder.config import ModelConfig, Pi0Config, UserError, model_from_dict
+from sharder.models import lerobot_weights
 from sharder.models.build import flatten, unflatten
 from sharder.models.openpi_weights import LLM, detect, without_value
 from sharder.train.fingerprint import differing
+from sharder.train.lerobot_file import FILE, LeRobotFile, open_lerobot
 
 Target = Mapping[str, jax.ShapeDtypeStruct]
 """By path: shape, dtype and sharding of what is wanted."""
@@ -26,7 +28,7 @@ class WeightFile(Protocol):
     """A tree of arrays on disk."""
 
     kind: str
-    """`sharder`, `openpi` or `paligemma`."""
+    """`sharder`, `openpi`, `lerobot` or `paligemma`."""
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
@@ -142,6 +144,10 @@ def locate(path: Path) -> tuple[str, Path]:
     """Kind and place of the tree behind a path that a user may give. Raises UserError where there is none."""
     if path.suffix == ".npz" and path.is_file():
         return "paligemma", path
+    if path.suffix == ".safetensors" and path.is_file():
+        return "lerobot", path
+    if (path / FILE).is_file():
+        return "lerobot", path / FILE
     if (path / "checkpoints").is_dir():
         path = checkpoint.folder(path) / str(checkpoint.choose_step(path, None))
     if (path / "manifest.json").is_file():
@@ -152,7 +158,7 @@ def locate(path: Path) -> tuple[str, Path]:
     what = "does not exist" if not path.exists() else "holds no weights"
     raise UserError(
         f"{path} {what}: give a run, one of its checkpoints, what `sharder weights import` wrote, a checkpoint of openpi (a folder"
-        " with params/), or PaliGemma's .npz."
+        f" with params/) or of LeRobot (a folder with {FILE}), or PaliGemma's .npz."
     )
 
 
@@ -161,6 +167,8 @@ def open_weights(path: str | Path) -> WeightFile:
     kind, place = locate(Path(path))
     if kind == "paligemma":
         return _npz_file(place)
+    if kind == "lerobot":
+        return open_lerobot(place)
     tree = _orbax_tree(kind, place)
     return replace(tree, digests=_digests(place, {p: f"params/{p}" for p in tree.names})) if kind == "sharder" else tree
 
@@ -172,7 +180,9 @@ def _digests(item: Path, state_paths: Mapping[str, str]) -> dict[str, tuple[str,
 
 
 def saved_model(file: WeightFile) -> dict | None:
-    """The model's configuration that stands beside weights of our own, as JSON values."""
+    """The model's configuration that stands beside or in weights of our own, as JSON values."""
+    if isinstance(file, LeRobotFile):
+        return file.saved_model
     if file.kind != "sharder":
         return None
     manifest = json.loads((file.path.parent / "manifest.json").read_text())
@@ -182,10 +192,17 @@ def saved_model(file: WeightFile) -> dict | None:
     return json.loads(config.read_text())["config"]["model"] if config.is_file() else None
 
 
-def model_of(file: WeightFile) -> Pi0Config:
-    """The model whose weights these are. Raises UserError where it is not pi0 or pi0.5."""
+def described_model(file: WeightFile) -> ModelConfig:
+    """The model whose weights these are, as it stands with them or as their shapes tell."""
     saved = saved_model(file)
-    model = detect(file.shapes) if saved is None else model_from_dict(saved)
+    if saved is not None:
+        return model_from_dict(saved)
+    return lerobot_weights.detect(file.shapes) if file.kind == "lerobot" else detect(file.shapes)
+
+
+def model_of(file: WeightFile) -> Pi0Config:
+    """`described_model`. Raises UserError where it is not pi0 or pi0.5."""
+    model = described_model(file)
     if not isinstance(model, Pi0Config):
         raise UserError(f"{file.path} holds weights of a {type(model).__name__}, not of pi0 or pi0.5.")
     return model

@@ -4,6 +4,7 @@ import dataclasses
 import json as jsonlib
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -42,14 +43,14 @@ def check(arguments: list[str]) -> int:
 
 
 def import_(arguments: list[str]) -> int:
-    """Read a checkpoint of openpi (pi0, pi0.5, with or without LoRA), and write it as weights of ours."""
+    """Read a checkpoint of openpi (with or without LoRA) or LeRobot, pi0 or pi0.5, and write it as weights of ours."""
 
     def command(
         path: tyro.conf.Positional[Path], out: Path, param_dtype: str | None = None, cpu_devices: int | None = None
     ) -> tuple:
         """
         Args:
-            path: Folder of a checkpoint, or of its params.
+            path: Folder of a checkpoint, or of its params; LeRobot's has model.safetensors.
             out: New folder.
             param_dtype: float32 or bfloat16; unset: that of the file.
             cpu_devices: Simulate this many devices, over which the weights are divided.
@@ -67,11 +68,12 @@ def import_(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """Write a run, a checkpoint or imported weights as openpi's tree, so that openpi restores it."""
+    """Write a run, a checkpoint or imported weights as openpi or LeRobot restores them."""
 
     def command(
         path: tyro.conf.Positional[Path],
         out: Path,
+        format: Literal["openpi", "lerobot"] = "openpi",
         merge_lora: bool = True,
         value: bool = True,
         average: bool = False,
@@ -82,15 +84,16 @@ def export(arguments: list[str]) -> int:
         Args:
             path: A run (its latest checkpoint), one of its checkpoints, or imported weights.
             out: New folder.
+            format: openpi: its tree, in params; lerobot: model.safetensors.
             merge_lora: Add low-rank additions to the weights, so that the tree is that of the plain model.
-            value: End every path with `value`, as openpi's trainer does.
+            value: End every path with `value`, as openpi's trainer does; of openpi's tree only.
             asset_id: Folder below OUT/assets for norm_stats.json, as openpi's config calls it; unset: as it lies.
             average: Write the moving average of the parameters, as openpi's trainer does where it keeps one.
             cpu_devices: Simulate this many devices, over which the weights are divided.
         """
-        return path, out, merge_lora, value, average, asset_id, cpu_devices
+        return path, out, format, merge_lora, value, average, asset_id, cpu_devices
 
-    path, out, merge, value, average, asset_id, devices = parse(
+    path, out, format_, merge, value, average, asset_id, devices = parse(
         command, args=arguments, prog="sharder weights export", description=export.__doc__
     )
     from sharder import cluster
@@ -98,7 +101,7 @@ def export(arguments: list[str]) -> int:
     cluster.initialize(ClusterConfig(cpu_devices=devices))
     from sharder.weights.convert import export_weights
 
-    print(export_weights(path, out, merge_lora=merge, value=value, average=average, asset_id=asset_id))
+    print(export_weights(path, out, format=format_, merge_lora=merge, value=value, average=average, asset_id=asset_id))
     return 0
 
 
@@ -119,7 +122,7 @@ def run(arguments: list[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         raise UserError(f"there is no command weights {name!r}:\n{rows}")
-    # openpi's weights go to a folder of weights, Llama's to a run.
+    # Weights of pi0 go to a folder of weights, Llama's to a run.
     if name != "check" and not any(a.split("=")[0] in ("--out", "-h", "--help") for a in rest):
         from sharder.weights import llama
 

@@ -1,4 +1,4 @@
-"""Weights in and out: from openpi's checkpoints to a folder of ours, and from a run or such a folder back to openpi's tree.
+"""Weights in and out: from checkpoints of openpi and LeRobot to a folder of ours, and from a run or such a folder to theirs.
 
 A folder of ours holds the orbax item `params` and `manifest.json` (model, fingerprints), as a run's checkpoint does.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -22,7 +23,9 @@ from sharder.sharding.mesh import make_mesh, resolve_mesh_shape
 from sharder.sharding.plan import Plan, make_plan
 from sharder.train.fingerprint import combine, digests, hex_digest
 from sharder.train.initial_weights import describe_load, fit, load
+from sharder.train.lerobot_file import FILE
 from sharder.train.weight_files import WeightFile, model_of, open_average, open_weights
+from sharder.weights.lerobot import write_lerobot
 
 
 def divided_plan(declared: Declared) -> tuple[Plan, jax.sharding.Mesh]:
@@ -67,7 +70,7 @@ def write_tree(folder: Path, tree: dict) -> None:
 
 
 def import_weights(path: Path, out: Path, param_dtype: str | None = None) -> str:
-    """Writes a folder of ours from a checkpoint of openpi; returns what to print."""
+    """Writes a folder of ours from a checkpoint of openpi or LeRobot; returns what to print."""
     file = open_weights(path)
     model = model_of(file)
     dtypes = set(file.dtypes.values())
@@ -99,21 +102,39 @@ def with_average(path: Path, leaves: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 def export_weights(
-    path: Path, out: Path, *, merge_lora: bool = True, value: bool = True, average: bool = False, asset_id: str | None = None
-) -> str:
-    """Writes openpi's tree from a run, a checkpoint or a folder of ours; returns what to print.
+    path: Path, out: Path, *, format: Literal["openpi", "lerobot"] = "openpi", merge_lora: bool = True, value: bool = True,
+    average: bool = False, asset_id: str | None = None,
+) -> str:  # fmt: skip
+    """Writes openpi's tree or LeRobot's file from a run, a checkpoint or a folder of ours; returns what to print.
 
     `value`: paths end with `value`, as openpi's trainer writes them. `average`: the moving average, as openpi's `params` of a
-    run that keeps one. `asset_id`: folder below `assets` for the statistics. Each array is divided as its parts are.
+    run that keeps one. `asset_id`: folder below `assets` for the statistics.
     """
     file = open_weights(path)
     model = model_of(file)
+    has_lora = bool(model.backbone.lora_rank or model.action_expert.lora_rank)
+    merged = merge_lora and has_lora
+    if format == "lerobot" and has_lora and not merged:
+        raise UserError("LeRobot's file has no place for low-rank additions: leave --no-merge-lora out.")
+    if format == "lerobot" and jax.process_count() > 1:
+        raise UserError("LeRobot's file is written by one process: export without the others.")
     leaves, _ = load_all(file, model)
     leaves = with_average(path, leaves) if average else leaves
     fingerprint, _ = fingerprint_of(leaves)
-    merged = merge_lora and (model.backbone.lora_rank or model.action_expert.lora_rank)
     if merged:
         leaves, model = without_lora(leaves, model)
+    out = new_folder(out)
+    if format == "lerobot":
+        number, what = write_lerobot(out / FILE, model, leaves), "tensors of LeRobot's file"
+    else:
+        number, what = write_openpi(out / "params", model, leaves, value), "arrays of openpi's tree"
+    carry_assets(path, out, asset_id)
+    done = "; low-rank additions merged into the weights" if merged else ""
+    return f"{number} {what} written to {out}{done}\nfingerprint {fingerprint}"
+
+
+def write_openpi(folder: Path, model: Pi0Config, leaves: Mapping[str, jax.Array], value: bool) -> int:
+    """openpi's tree, each array divided as its parts are, and the number of its arrays."""
     mesh = next(iter(leaves.values())).sharding.mesh
 
     def spec(parts) -> NamedSharding:
@@ -123,8 +144,5 @@ def export_weights(
 
     places = {theirs: spec(parts) for theirs, parts in by_source(model).items()}
     theirs = jax.jit(lambda x: to_openpi(model, x, jax.numpy), out_shardings=places)(leaves)
-    out = new_folder(out)
-    write_tree(out / "params", {"params": unflatten({p + ("/value" if value else ""): x for p, x in theirs.items()})})
-    carry_assets(path, out, asset_id)
-    done = "; low-rank additions merged into the weights" if merged else ""
-    return f"{len(theirs)} arrays of openpi's tree written to {out}{done}\nfingerprint {fingerprint}"
+    write_tree(folder, {"params": unflatten({p + ("/value" if value else ""): x for p, x in theirs.items()})})
+    return len(theirs)

@@ -112,6 +112,14 @@ def test_imported_weights_bring_the_statistics_along(tmp_path, openpi):
     assert find(tmp_path / "ours", None, openpi / "assets").assets == openpi / "assets" / "someone" / "libero"
 
 
+def test_a_folder_of_lerobot_is_no_run_though_it_has_a_config(tmp_path, openpi):
+    export_weights(openpi, tmp_path / "lerobot", format="lerobot", asset_id="arm")
+    (tmp_path / "lerobot" / "config.json").write_text('{"type": "pi0"}')
+    found = find(tmp_path / "lerobot", None)
+    assert (found.model.variant, found.model.action_dim) == ("pi0", 8)
+    assert found.assets == (tmp_path / "lerobot" / "assets" / "arm").resolve()
+
+
 def test_several_robots_statistics_are_chosen_from(openpi):
     shutil.copytree(openpi / "assets" / "someone", openpi / "assets" / "other")
     with pytest.raises(

@@ -6,31 +6,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from openpi_trees import ORIGINAL, TINY, openpi_tree, write_openpi
 
-from sharder.config import ExpertConfig, Pi0Config, SiglipConfig, UserError, WeightsConfig
-from sharder.models.build import declare, flatten, unflatten
-from sharder.models.openpi_weights import openpi_shapes, to_ours
+from sharder.config import UserError, WeightsConfig
+from sharder.models.build import declare, flatten
+from sharder.models.openpi_weights import to_ours
 from sharder.train.initial_weights import fit, load
 from sharder.train.weight_files import open_weights
-from sharder.weights.convert import divided_plan, export_weights, import_weights, load_all, model_of, write_tree
-
-ORIGINAL = Path(__file__).parents[1] / "data" / "openpi_checkpoint"
-TINY = Pi0Config(
-    vision=SiglipConfig(embed_dim=16, num_layers=2, mlp_dim=32, num_heads=2, patch_size=2), backbone=ExpertConfig(16, 32),
-    action_expert=ExpertConfig(16, 16), num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=32, action_dim=6,
-    image_size=(4, 4),
-)  # fmt: skip
-
-
-def openpi_tree(config: Pi0Config, dtype="float32") -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = openpi_shapes(config, {p: d.shape for p, d in declare(config).params.items()})
-    return {p: rng.standard_normal(s).astype(dtype) for p, s in shapes.items()}
-
-
-def write_openpi(folder: Path, tree: dict, value: bool = True) -> Path:
-    write_tree(folder / "params", {"params": unflatten({p + ("/value" if value else ""): x for p, x in tree.items()})})
-    return folder
+from sharder.weights.convert import divided_plan, export_weights, import_weights, load_all, model_of
 
 
 def read_numpy(folder: Path) -> dict[str, np.ndarray]:

@@ -78,4 +78,4 @@ def without_lora(params: Mapping[str, jax.Array], model: Pi0Config) -> tuple[dic
     merged = jax.jit(merge, out_shardings={p: params[p].sharding for p in paths})(*parts)
     plain = {p: x for p, x in params.items() if not p.endswith(("/lora_a", "/lora_b"))} | merged
     none = {name: dataclasses.replace(getattr(model, name), lora_rank=0) for name in ("backbone", "action_expert")}
-    return plain, dataclasses.replace(model, **none)
+    return plain, dataclasses.replace(model, freeze="none", **none)

@@ -1,11 +1,13 @@
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sharder.config import UserError
 from sharder.models.build import declare
 from sharder.models.freeze import PRESETS, describe
+from sharder.models.lora import without_lora
 from sharder.recipes import load_recipe
 
 FULL = load_recipe("pi0_lora").model
@@ -60,3 +62,12 @@ def test_the_table_adds_up():
 def test_presets_of_lora_need_it(preset):
     with pytest.raises(UserError, match="lora_rank"):
         replace(load_recipe("pi0").model, freeze=preset)
+
+
+def test_nothing_is_frozen_where_low_rank_additions_were_merged():
+    shapes = {"weight": (1, 6, 4), "lora_a": (1, 6, 2), "lora_b": (1, 2, 4)}
+    params = {f"llm/backbone/blocks/mlp/down/{name}": jnp.ones(shape) for name, shape in shapes.items()}
+    assert FULL.freeze == "language-but-lora"
+    merged, plain = without_lora(params, FULL)
+    assert list(merged) == ["llm/backbone/blocks/mlp/down/weight"]
+    assert (plain.freeze, plain.backbone.lora_rank, plain.action_expert.lora_rank) == ("none", 0, 0)

@@ -155,7 +155,11 @@ def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Print the validation loss of a checkpoint."""
+    """Print the validation loss of a checkpoint, or with --sim metaworld how often its policy succeeds in a simulator."""
+    if any(a.split("=")[0] == "--sim" for a in arguments):
+        from sharder.sim import commands
+
+        return commands.evaluate(arguments)
     run, default, rest = _run_config(arguments, "sharder eval RUN [--step N]")
 
     def command(step: int | None = None, config: WithConfig = default) -> tuple:

@@ -230,7 +230,7 @@ def test_a_true_row_has_no_problem():
         ({"command": "`sharder check tiny_lm --parallel.degree 2`"}, "--parallel.degree"),
         ({"command": "`sharder check tiny_lm --parallel.policy zero3`"}, "zero3"),
         ({"command": "`sharder check tiny_lm --train.steps 0`"}, "must be from 1 to"),
-        ({"command": "`sharder eval runs/a --sim metaworld`"}, "--sim"),
+        ({"command": "`sharder eval runs/a --sim nowhere`"}, "--sim"),
         ({"command": "`sharder launch --processes 2 -- train tiny_lm --steps 3`"}, "--steps"),
         ({"command": "`make nothing`"}, "nor a target"),
         ({"command": "`python train.py`"}, "nor a program of ours"),

@@ -38,8 +38,8 @@ RANKS = [
     {"instrument"},
     {"preflight"},
     {"train"},
-    {"serve", "sim", "launch", "report", "weights"},
-    {"study"},
+    {"serve", "launch", "report", "weights"},
+    {"sim", "study"},
     {"ending"},
     {"cli", "session"},
 ]

@@ -23,6 +23,7 @@ RECIPES = {
     "pi05_lora": "sharder.recipes.pi0:pi05_lora",
     "pi0_tiny": "sharder.recipes.pi0:pi0_tiny",
     "pi05_tiny": "sharder.recipes.pi0:pi05_tiny",
+    "pi0_small": "sharder.recipes.pi0:pi0_small",
 }
 
 

@@ -1,1 +1,1 @@
-"""Simulated robots: recorded demonstrations. Needs the extra `sim`."""
+"""Simulated robots: recorded demonstrations, and policies in closed loop. Needs the extra `sim`."""

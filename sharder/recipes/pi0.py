@@ -88,18 +88,21 @@ def pi05_tiny() -> RunConfig:
 
 
 def pi0_small() -> RunConfig:
-    """pi0 at 1.2 M parameters, two cameras of 96 x 96 pixels: learns a task in a simulator on two cores (docs/robot-run.md)."""
+    """pi0 at 1.5 M parameters, two cameras of 96 x 96 pixels: learns a task in a simulator on two cores (docs/robot-run.md)."""
     model = Pi0Config(
         vision=SiglipConfig(embed_dim=128, num_layers=3, mlp_dim=256, num_heads=4, patch_size=16),
-        backbone=ExpertConfig(embed_dim=128, mlp_dim=256), action_expert=ExpertConfig(embed_dim=128, mlp_dim=256, lora_alpha=16.0),
-        num_layers=3, num_heads=4, num_kv_heads=1, head_dim=32, vocab_size=512, max_prompt_len=40, action_dim=4, action_horizon=8,
-        cameras=("base_0_rgb", "left_wrist_0_rgb"), image_size=(96, 96), loss_mask="padded", compute_dtype="float32", remat="none",
+        backbone=ExpertConfig(embed_dim=128, mlp_dim=256), action_expert=ExpertConfig(embed_dim=128, mlp_dim=256),
+        num_layers=3, num_heads=4, num_kv_heads=1, head_dim=32, vocab_size=512, max_prompt_len=40, action_dim=4,
+        action_horizon=8, cameras=("base_0_rgb", "left_wrist_0_rgb"), image_size=(96, 96), loss_mask="padded",
+        compute_dtype="float32", remat="none",
     )  # fmt: skip
     return RunConfig(
         model=model,
         data=DataConfig(validation_fraction=0.05),
         parallel=ParallelConfig(replicate=("action_out/bias",)),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, decay_steps=3000, final_lr_fraction=0.02, weight_decay=1e-10),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, warmup_steps=100, decay_steps=3000, final_lr_fraction=0.02, weight_decay=1e-10
+        ),
         train=TrainConfig(steps=3000, global_batch_size=32, ema_decay=0.99, log_every=20, validate_every=250),
         checkpoint=CheckpointConfig(every=250),
     )

@@ -49,9 +49,9 @@ class Tally:
     def as_dict(self) -> dict:
         """As plain values."""
         return {
-            "task": self.task, "episodes": len(self.succeeded), "successes": sum(self.succeeded), "success_rate": self.success_rate,
-            "interval_95": list(self.interval), "first_seed": self.first_seed, "succeeded": list(self.succeeded),
-            "num_actions": list(self.num_actions),
+            "task": self.task, "episodes": len(self.succeeded), "successes": sum(self.succeeded),
+            "success_rate": self.success_rate, "interval_95": list(self.interval), "first_seed": self.first_seed,
+            "succeeded": list(self.succeeded), "num_actions": list(self.num_actions),
         }  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def cameras_of(policy: Policy) -> tuple[str, ...]:
             raise UserError(f"the policy looks through {key!r}, which Meta-World does not have; it has {', '.join(known)}.")
     if policy.robot.request.state != (STATE_KEY,) or policy.state_dim not in (None, len(STATE)):
         raise UserError(
-            f"the policy takes {policy.state_dim} numbers of {' + '.join(policy.robot.request.state)}, but Meta-World's robot has"
-            f" {STATE_KEY} of {len(STATE)}: {', '.join(STATE)}."
+            f"the policy takes {policy.state_dim} numbers of {' + '.join(policy.robot.request.state)}, but Meta-World's robot"
+            f" has {STATE_KEY} of {len(STATE)}: {', '.join(STATE)}."
         )
     if policy.num_actions != len(ACTION):
         raise UserError(
@@ -95,7 +95,9 @@ def plan_of_policy(policy: Policy, prompt: str, blank_images: bool = False) -> P
     return plan
 
 
-def tally(task: str, play_one: Callable[[int], Episode], first_seed: int, episodes: int, keep: int) -> tuple[Tally, list[Episode]]:
+def tally(
+    task: str, play_one: Callable[[int], Episode], first_seed: int, episodes: int, keep: int
+) -> tuple[Tally, list[Episode]]:
     """Plays the episodes of the seeds from `first_seed` on; the first `keep` of them are returned whole."""
     succeeded, num_actions, kept = [], [], []
     for seed in range(first_seed, first_seed + episodes):

@@ -73,7 +73,12 @@ def evaluate(arguments: list[str]) -> int:
             tokenizer: tokenizer.json or .model of the prompts; unset: the run's own, else as in training.
             parallel: How devices share the work; unset degrees are 1.
         """
-        return (run, step, assets), (split_tasks(tasks), trials, as_json), (model, robot, sampling, parallel, tokenizer), cluster
+        return (
+            (run, step, assets),
+            (split_tasks(tasks), trials, as_json),
+            (model, robot, sampling, parallel, tokenizer),
+            cluster,
+        )
 
     parsed = parse(command, args=arguments, prog="sharder eval", description=evaluate.__doc__)
     where, (tasks, trials, as_json), how, cluster_config = parsed
@@ -96,6 +101,6 @@ def evaluate(arguments: list[str]) -> int:
     if as_json:
         print(json.dumps(told))
     else:
-        black = ", on black pictures" if trials.blank_images else ""
-        print(f"{found.name}, {told['replan_every']} of {told['action_horizon']} actions before it looks again{black}; {video or 'no GIF'}")
+        shown, gif = "black pictures" if trials.blank_images else "pictures", told["video"] or "no GIF"
+        print(f"{found.name}: {shown} after every {told['replan_every']} of {told['action_horizon']} actions; {gif}")
     return 0

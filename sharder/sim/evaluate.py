@@ -14,7 +14,10 @@ from sharder.sim.options import Trials
 def evaluate_policy(
     policy: Policy, tasks: Sequence[str], trials: Trials, say: Callable[[str], None] = print
 ) -> tuple[dict, list[Episode]]:
-    """(what came of it, as plain values; the first episodes of each task). Raises UserError where the policy is of another robot."""
+    """(what came of it, as plain values; the first episodes of each task).
+
+    Raises UserError where the policy is of another robot.
+    """
     scene, horizon = dataclasses.replace(trials.scene(), cameras=cameras_of(policy)), policy.model.action_horizon
     replan_every = trials.replan_every or max(1, horizon // 2)
     require(replan_every <= horizon, "replan_every", replan_every, f"at most {horizon}, the actions of a chunk")
@@ -32,7 +35,7 @@ def evaluate_policy(
         tallies.append(found.as_dict() | {"prompt": prompt})
         episodes += kept
     told = {
-        "simulator": "metaworld", "tasks": tallies, "replan_every": replan_every, "action_horizon": horizon, "blank_images": trials.blank_images,
-        **dataclasses.asdict(scene),
+        "simulator": "metaworld", "tasks": tallies, "replan_every": replan_every, "action_horizon": horizon,
+        "blank_images": trials.blank_images, **dataclasses.asdict(scene),
     }  # fmt: skip
     return told, episodes

@@ -99,9 +99,7 @@ def open_world(task: str, scene: Scene) -> tuple[World, Callable]:
         raise UserError(f"--tasks: Meta-World has no task {task!r}; it has {', '.join(sorted(ENV_POLICY_MAP))}.")
     size = scene.image_size
     try:
-        environment = ALL_V3_ENVIRONMENTS[task](
-            render_mode="rgb_array", camera_name=scene.cameras[0], width=size, height=size
-        )
+        environment = ALL_V3_ENVIRONMENTS[task](render_mode="rgb_array", camera_name=scene.cameras[0], width=size, height=size)
         if not scene.shadows:
             environment.model.vis.quality.shadowsize = environment.model.vis.quality.offsamples = 0
         world = World(environment, scene)
@@ -110,6 +108,7 @@ def open_world(task: str, scene: Scene) -> tuple[World, Callable]:
     except Exception as error:
         gl = os.environ["MUJOCO_GL"]
         raise UserError(
-            f"the simulator cannot draw with MUJOCO_GL={gl} ({type(error).__name__}: {error}). Without a GPU, install libosmesa6."
+            f"the simulator cannot draw with MUJOCO_GL={gl} ({type(error).__name__}: {error}). Without a GPU, install"
+            " libosmesa6."
         ) from None
     return world, ENV_POLICY_MAP[task]

@@ -1,4 +1,4 @@
-"""What the user chooses about an evaluation in closed loop. Imports no jax, so that the command line may show its defaults at once."""
+"""What the user chooses about an evaluation in closed loop. Imports no jax: the command line shows its defaults at once."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -24,8 +24,8 @@ class Recording(Scene):
     seed: int = 0
     """Of the first episode; the next have the next numbers."""
     wander: int = 0
-    """Actions at most, of a number and in a direction drawn at random, before a demonstration begins. An arm that always sets out
-    from one place shows by where it is where it goes, and a policy that learns that need not look."""
+    """Actions at most, of a number and in a direction drawn at random, before a demonstration begins. An arm that always sets
+    out from one place shows by where it is where it goes, and a policy that learns that need not look."""
     fps: int = 10
     codec: str = "libsvtav1"
 

@@ -23,7 +23,8 @@ from sharder.sim.metaworld import Scene
 
 
 @pytest.mark.parametrize(
-    "successes, trials, low, high", [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (45, 50, 0.7864, 0.9565), (20, 20, 0.8389, 1.0)]
+    "successes, trials, low, high",
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (45, 50, 0.7864, 0.9565), (20, 20, 0.8389, 1.0)],
 )  # fmt: skip
 def test_the_interval_is_wilsons(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
@@ -82,7 +83,8 @@ def run(tmp_path_factory):
     config = small_robot()
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=str(data), workers=0, validation_fraction=0.0),
-        model=dataclasses.replace(config.model, augment=False, max_prompt_len=48), parallel=dataclasses.replace(config.parallel, reduction="fast"),
+        model=dataclasses.replace(config.model, augment=False, max_prompt_len=48),
+        parallel=dataclasses.replace(config.parallel, reduction="fast"),
     )  # fmt: skip
     return write_run(config, tmp_path_factory.mktemp("run") / "run", steps=(1,))
 
@@ -93,7 +95,20 @@ def on_the_lane(monkeypatch):
 
 
 def test_the_command_counts_and_draws(run, on_the_lane, capsys):
-    asked = [str(run), "--sim", "metaworld", "--episodes", "3", "--max-steps", "4", "--image-size", "16", "--json", "--seed", "1"]
+    asked = [
+        str(run),
+        "--sim",
+        "metaworld",
+        "--episodes",
+        "3",
+        "--max-steps",
+        "4",
+        "--image-size",
+        "16",
+        "--json",
+        "--seed",
+        "1",
+    ]
     assert commands.evaluate([*asked, "--replan-every", "3", "--video-episodes", "2"]) == 0
     told = json.loads(capsys.readouterr().out)
     (task,) = told["tasks"]

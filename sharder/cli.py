@@ -50,7 +50,7 @@ def train(arguments: list[str]) -> int:
     default = load_recipe(name)
 
     def command(
-        run_dir: Path | None = None,
+        run_dir: str | None = None,
         resume: Literal["auto", "never", "must"] = "auto",
         resume_from: Annotated[str | None, tyro.conf.arg(name="resume-from")] = None,
         rewind: bool = False,
@@ -59,7 +59,7 @@ def train(arguments: list[str]) -> int:
     ) -> tuple:
         """
         Args:
-            run_dir: Folder of the run; one that exists is resumed.
+            run_dir: Folder of the run, or its address in a store (gs://bucket/run); one that exists is resumed.
             resume: auto: resume a run that exists, else start one; never: refuse one that exists; must: refuse to start one.
             resume_from: RUN@STEP: begin a new run with the whole state of a checkpoint of another (RUN alone: its latest).
             rewind: With --resume-from of the run itself: go back; its later checkpoints are set aside.
@@ -80,10 +80,15 @@ def train(arguments: list[str]) -> int:
     from sharder.backends import load_jax
 
     load_jax()
+    from sharder.checkpoint.reading import bring_branch
+    from sharder.checkpoint.staging import settle
     from sharder.train.attempt import parse_branch
     from sharder.train.loop import train as run
 
-    return run(config, run_dir, resume, stop, parse_branch(*start))
+    resume_from, rewind = start
+    branch = parse_branch(bring_branch(resume_from, run_dir), rewind)
+    folder, config = settle(run_dir, config)
+    return run(config, folder, resume, stop, branch)
 
 
 def launch(arguments: list[str]) -> int:
@@ -307,4 +312,13 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     from sharder.ending import end_with
 
-    end_with(lambda: find_command(name)(rest), show_all)
+    end_with(lambda: find_command(name)(_near(name, rest)), show_all)
+
+
+def _near(name: str, arguments: list[str]) -> list[str]:
+    """With folders in place of the addresses of runs that a command reads."""
+    if not any("://" in argument for argument in arguments):
+        return arguments
+    from sharder.checkpoint.reading import bring_near
+
+    return bring_near(name, arguments)

@@ -10,18 +10,24 @@ from sharder.config import RunConfig, UserError, from_dict
 WAY_OUT = "Restore it from a copy, or use another run."
 
 
-OURS = {"logs", ".lock", "profile", "steps"}
+OURS = {"logs", ".lock", ".staging", "profile", "steps"}
 """What a folder may hold before it is a run."""
 
 
+def is_address(text: str) -> bool:
+    """Whether it names a place in a remote store, as gs://bucket/run, and no folder."""
+    return re.match(r"[a-z][a-z0-9+]+://", text) is not None
+
+
 def refuse_address(run_dir: Path) -> None:
-    """Raises UserError for what names a place in a remote store."""
+    """Raises UserError for what names a place in a remote store, where a command takes a folder only."""
     scheme, *rest = run_dir.parts or [""]
     if re.fullmatch(r"[a-z][a-z0-9+]+:", scheme):
         address = f"{scheme}//{'/'.join(rest)}"
         raise UserError(
-            f"--run-dir {address} is an address, but a run is kept in a folder of a disk: name a folder, and with --checkpoint.mirror"
-            f" {address} each checkpoint is copied there, and fetched from there when the folder is gone."
+            f"{address} is an address, but this command takes the folder of a run: sharder train and sharder launch take"
+            f" --run-dir {address},"
+            " and verify, checkpoints, report, eval, generate, serve and weights export take such a run."
         )
 
 
@@ -45,6 +51,7 @@ def is_run(run_dir: Path) -> bool:
 
 def read_facts(run_dir: Path) -> dict:
     """All of config.json. Raises UserError where there is none, or it is damaged."""
+    refuse_address(run_dir)
     path = run_dir / "config.json"
     if not path.exists():
         raise UserError(f"{run_dir} is not a run: it has no config.json.")

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from sharder.checkpoint.staging import settle
 from sharder.config import RunConfig, UserError
 from sharder.events import read_json_lines
 from sharder.recipes import load_recipe
@@ -97,4 +98,5 @@ def quick(recipe: str, run_dir: str | Path | None = None, **sections: Mapping[st
         if unknown:
             raise UserError(f"section {section} has no {', '.join(unknown)}; it has {', '.join(fields)}.")
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
-    return Session(config, recipe.rpartition(":")[2], None if run_dir is None else Path(run_dir))
+    folder, config = (None, config) if run_dir is None else settle(run_dir, config)
+    return Session(config, recipe.rpartition(":")[2], folder)

@@ -18,8 +18,9 @@ LONG_S = 240
 
 
 @contextmanager
-def started(commands, count=None, extra=None):
-    """One process for each command, `sharder ...` or a script for `python -c`; killed at the end, if still there."""
+def started(commands, count=None, extra=None, environments=None):
+    """One process for each command, `sharder ...` or a script for `python -c`; killed at the end, if still there. `extra`:
+    variables of all, `environments`: of each."""
     address = f"127.0.0.1:{free_port()}"
     processes = []
     for index, command in enumerate(commands):
@@ -29,7 +30,8 @@ def started(commands, count=None, extra=None):
             "JAX_PROCESS_ID": str(index),
         }
         arguments = ["-c", command] if isinstance(command, str) else ["-m", "sharder", *map(str, command)]
-        env = environment(**place, PYTHONPATH=str(Path(__file__).parent), **(extra or {}))
+        own = {**(extra or {}), **(environments or {}).get(index, {})}
+        env = environment(**place | {"PYTHONPATH": str(Path(__file__).parent)} | own)
         out = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen([sys.executable, *arguments], env=env, stdin=subprocess.DEVNULL, **out))
     try:

@@ -178,13 +178,12 @@ BAD = [
         "6 reasons why this run cannot start: - --parallel.data",
     ),
     (["train", "tiny_lm", "--run-dir", "/dev/null"], "--run-dir /dev/null is a file, or lies below one"),
+    (["train", "tiny_lm", "--run-dir", "nonsense://b/run"], "--run-dir nonsense://b/run cannot be opened"),
+    (["eval", "nonsense://b/run"], "--run-dir nonsense://b/run cannot be opened"),
+    (["watch", "gs://b/run"], "gs://b/run is an address, but this command takes the folder of a run"),
     (
-        ["train", "tiny_lm", "--run-dir", "gs://bucket/run"],
-        "--run-dir gs://bucket/run is an address, but a run is kept in a folder",
-    ),
-    (
-        ["launch", "--processes", "2", "--engine", "slurm", "--", "train", "tiny_lm", "--run-dir", "s3://b/r"],
-        "with --checkpoint.mirror s3://b/r each checkpoint",
+        ["launch", "--processes", "2", "--engine", "ray", "--", "train", "tiny_lm", "--run-dir", "s3://b/r"],
+        "and --checkpoint.mirror s3://b/r for a copy",
     ),
     (["launch", "--processes", "2", "--", "train", "tiny_lm", "--run-dir", "x", "--data.path", "nowhere.txt"], "nowhere.txt"),
     (["launch", "--processes", "2"], "there is nothing to launch"),

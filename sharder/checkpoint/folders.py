@@ -8,8 +8,8 @@ from sharder.fields import UserError
 
 NEVER_FINISHED = "the save never finished: there is no manifest.json"
 VERIFIED = "verified"
-UNFINISHED, DAMAGED = ".unfinished", ".damaged"
-SET_ASIDE = (UNFINISHED, DAMAGED, ".rewound")
+UNFINISHED, DAMAGED, UNCOPIED = ".unfinished", ".damaged", ".uncopied"
+SET_ASIDE = (UNFINISHED, DAMAGED, UNCOPIED, ".rewound")
 """Ends of the names of folders that were set aside, by reason."""
 
 

@@ -19,19 +19,22 @@ from sharder.agreement import exchange
 from sharder.checkpoint.folders import entry, folder, list_steps, read_manifest
 from sharder.checkpoint.manifest import write_manifest
 from sharder.checkpoint.mirror import Mirror
-from sharder.checkpoint.orbax import items, quietly, reason, streaming_handlers, write_small_arrays_whole
+from sharder.checkpoint.orbax import PARTS, items, quietly, reason, streaming_handlers, write_small_arrays_whole
+from sharder.checkpoint.remote import NOT_COPIED, TakenOver
 from sharder.checkpoint.restore import Leaves
 from sharder.checkpoint.retention import remove_others
 from sharder.config import CheckpointConfig
 from sharder.events import EventLog
 
-PARTS = ("params", "train_state")
 SAVE_TIMEOUT_S = 1800
 """How long processes wait for one another's files."""
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; those before it are whole. The text says why, and which is the last of those."""
+
+    store: str | None = None
+    """The address where it should have been copied to, where that was the trouble."""
 
 
 @dataclass
@@ -53,9 +56,15 @@ class Saver:
     """Writes checkpoints in the background, at most one at a time."""
 
     def __init__(
-        self, run_dir: Path, config: CheckpointConfig, events: EventLog, say: Callable[[str], None] = print, mirror: Mirror | None = None
+        self, run_dir: Path, config: CheckpointConfig, events: EventLog, say: Callable[[str], None] = print, store: Mirror | None = None
     ):  # fmt: skip
-        self.run_dir, self.config, self.events, self.say, self.mirror = run_dir, config, events, say, mirror
+        self.run_dir, self.config, self.events, self.say, self.store = run_dir, config, events, say, store
+        self._apart = store is not None and store.apart
+        """No process sees the files of all: what is written here is a part."""
+        self._leads = store.leads if self._apart else jax.process_index() == 0
+        """Of the processes that share a folder, this one keeps it."""
+        self.uncopied: int | None = None
+        """Step of the last checkpoint, where the store does not have it."""
         self._pending: _Pending | None = None
         self._failed: str | None = None
         """Why the last save asked for is no checkpoint."""
@@ -74,9 +83,8 @@ class Saver:
         num_sharing = exchange(f"save/{step}/host", here).count(here)
         at_once = bytes_at_once(local_bytes, available_bytes(), num_sharing)
         largest = max(bytes_to_copy({p: x}) for p, x in leaves.items())
-        faults = exchange(
-            f"save/{step}/room", no_room(self.run_dir, num_bytes, largest, at_once, prepares=jax.process_index() == 0)
-        )
+        part = local_bytes * num_sharing if self._apart else None
+        faults = exchange(f"save/{step}/room", no_room(self.run_dir, num_bytes, largest, at_once, self._leads, part))
         if any(faults):
             self._failed_to_save(step, next(filter(None, faults)))
             return
@@ -99,16 +107,20 @@ class Saver:
         try:
             fault = self._write_own(where, leaves, pending, at_once)
             pending.fault = _first(exchange(f"save/{pending.step}/written", fault, SAVE_TIMEOUT_S))
-            if pending.fault is None:
+            if pending.fault is None and self._apart:
+                pending.fault = _first(self.store.hand_over(manifest, SAVE_TIMEOUT_S))
+            elif pending.fault is None:
                 fault = _commit(where, manifest) if jax.process_index() == 0 else None
                 pending.fault = _first(exchange(f"save/{pending.step}/committed", fault, SAVE_TIMEOUT_S))
-            if jax.process_index() == 0 and pending.fault is not None:
+            if self._leads and pending.fault is not None:
                 shutil.rmtree(where, ignore_errors=True)  # what could be written takes room that others may need
-            elif jax.process_index() == 0:
+            elif self._leads and self._apart:
+                self.store.free()
+            if jax.process_index() == 0 and pending.fault is None:
                 pending.announced.wait()
                 self.events.write("saved", pending.step, save_s=round(time.perf_counter() - began, 6))
                 remove_others(self.run_dir, self.config)
-                self._copy_to_mirror(pending.step)
+                self._tell_store(pending.step)
         except BaseException as error:  # noqa: BLE001  raised in the training thread by `wait`
             pending.lost = error
         finally:
@@ -125,30 +137,38 @@ class Saver:
         # All of them end before the folder may be removed.
         return next(filter(None, [_outcome(future) for future in futures]), None)
 
-    def _copy_to_mirror(self, step: int) -> None:
-        """The next save waits for it: what is not copied yet is one checkpoint at most."""
-        if self.mirror is None:
+    def _tell_store(self, step: int) -> None:
+        """Copies the checkpoint, where it is not there yet, and has removed there what need not stay. The next save waits for
+        it: what is not copied yet is one checkpoint at most. Raises TakenOver."""
+        if self.store is None:
             return
-        began = time.perf_counter()
+        began, self.uncopied = time.perf_counter(), None if self._apart else step
         try:
-            self.mirror.upload(self.run_dir, step)
-            self.mirror.keep(set(list_steps(self.run_dir)))
+            if not self._apart:
+                self.store.upload(self.run_dir, step)
+                self.uncopied = None
+            self.store.keep(self.config)
+        except TakenOver:
+            raise
         except Exception as error:  # stores raise errors of their own
             self.events.write("mirror_failed", step, reason=reason(error))
-            self.say(f"the checkpoint of step {step} was not copied to {self.mirror.url}: {reason(error)}. Training goes on.")
+            what = "was not copied" if self.uncopied else "is there, but what need not be kept was not removed"
+            self.say(f"{self.store.url}: the checkpoint of step {step} {what}: {reason(error)}. Training goes on.")
         else:
             self.events.write("mirrored", step, copy_s=round(time.perf_counter() - began, 6))
 
     def _failed_to_save(self, step: int, fault: str) -> None:
         self._failed = f"{entry(self.run_dir, step)} cannot be written: {fault}"
-        if jax.process_index() == 0:
+        if self._leads:
             shutil.rmtree(entry(self.run_dir, step), ignore_errors=True)  # orbax may have gone on writing when it had failed
         self.events.write("save_failed", step, reason=fault)
         if not self._has_said:
             self._has_said = True
-            steps = list_steps(self.run_dir)
-            last = f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
-            self.say(f"{self._failed}; {last}. Training goes on, and the next save tries again.")
+            self.say(f"{self._failed}; {self._last_whole()}. Training goes on, and the next save tries again.")
+
+    def _last_whole(self) -> str:
+        steps = self.store.brought if self._apart else list_steps(self.run_dir)
+        return f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
 
     def wait(self) -> None:
         """Blocks until the save in flight, if any, is whole on disk, or is known not to be. Raises PeerLost."""
@@ -161,11 +181,17 @@ class Saver:
         if pending.fault is not None:
             self._failed_to_save(pending.step, pending.fault)
 
+    def finish(self) -> str | None:
+        """When the run's files are closed: what its store lacks of them; None: nothing."""
+        return self.store.finish(self.uncopied) if self.store is not None and self._leads else None
+
     def close(self) -> None:
         """Waits. Raises SaveFailed where the last save is no checkpoint."""
         self.wait()
         if self._failed is not None:
-            raise SaveFailed(self._failed)
+            failed = SaveFailed(f"{self._failed}; {self._last_whole()}")
+            failed.store = self.store.url if NOT_COPIED in self._failed else None
+            raise failed
 
 
 def _first(faults: list[str | None]) -> str | None:
@@ -243,9 +269,11 @@ def bytes_at_once(local_bytes: int, available: int | None, num_sharing: int) -> 
     return available // num_sharing // 2
 
 
-def no_room(run_dir: Path, num_bytes: int, largest: int, at_once: int | None, prepares: bool) -> str | None:
-    """Why a save is not even begun; None where there is room. `largest`: bytes of an array in this process. Process 0
-    `prepares` the folders."""
+def no_room(
+    run_dir: Path, num_bytes: int, largest: int, at_once: int | None, prepares: bool, part_bytes: int | None = None
+) -> str | None:  # fmt: skip
+    """Why a save is not even begun; None where there is room. `largest`: bytes of an array in this process. One process of a
+    folder `prepares` it; `part_bytes`: what goes there, where that is a part of the save."""
     if at_once is not None and largest > at_once:
         return (
             f"it takes a copy of {largest:,} bytes in host memory for its largest array alone, and half of the memory available to this"
@@ -258,7 +286,7 @@ def no_room(run_dir: Path, num_bytes: int, largest: int, at_once: int | None, pr
         free = shutil.disk_usage(folder(run_dir)).free
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
-    steps = list_steps(run_dir)
+    steps = list_steps(run_dir) if part_bytes is None else []
     # Arrays are compressed: the last checkpoint says better than their bytes what the next one takes.
-    needed = sum(read_manifest(run_dir, steps[-1])["files"].values()) if steps else num_bytes
+    needed = sum(read_manifest(run_dir, steps[-1])["files"].values()) if steps else part_bytes or num_bytes
     return f"it takes about {needed:,} bytes, and {free:,} are free" if needed > free else None

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from sharder.checkpoint.staging import staging_folder
 from sharder.config import UserError
-from sharder.facts import refuse_address
+from sharder.facts import is_address
 from sharder.launch import jobset, slurm
 from sharder.launch.watch import Limits
 from sharder.options import parse
@@ -82,13 +83,19 @@ def launch(arguments: list[str]) -> int:
 
 def launch_elsewhere(engine: str, inner: list[str], supervised, options: Elsewhere) -> int:
     """Raises UserError for a command that could not be resumed."""
-    run_dir = run_dir_of(inner)
-    if run_dir is None:
+    text, hosts = run_dir_text(inner), supervised.processes
+    if not text:
         raise UserError(
-            f"--engine {engine} starts what ends again: give the command a --run-dir, on a disk that all hosts share."
+            f"--engine {engine} starts what ends again: give the command a --run-dir, on a disk that all hosts share or an"
+            f" address."
         )
-    refuse_address(run_dir)
-    hosts = supervised.processes
+    if engine == "ray" and is_address(text):
+        raise UserError(
+            f"--engine ray reads what the processes note in the run's folder: give --run-dir a folder that all hosts share, and"
+            f" --checkpoint.mirror {text} for a copy."
+        )
+    # What is printed before the run is known goes beside its folder; an address has none.
+    run_dir = Path(text.rstrip("/").rsplit("/", 1)[-1] if is_address(text) else text)
     if engine == "ray":
         from sharder.launch import ray_engine
 
@@ -109,10 +116,15 @@ def launch_elsewhere(engine: str, inner: list[str], supervised, options: Elsewhe
 
 
 def run_dir_of(arguments: list[str]) -> Path | None:
-    """The run folder of a launched command, where it has one."""
+    """The run folder of a launched command, where it has one; of an address its staging folder here."""
+    text = run_dir_text(arguments)
+    return (staging_folder(text) if is_address(text) else Path(text)) if text else None
+
+
+def run_dir_text(arguments: list[str]) -> str:
+    """--run-dir of a launched command; empty where it has none."""
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.replace("_", "-") == "--run-dir":
-            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
-            return Path(value) if value else None
-    return None
+            return value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+    return ""

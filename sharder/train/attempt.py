@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sharder import checkpoint
+from sharder.checkpoint.staging import name_of
 from sharder.config import RunConfig, UserError
 from sharder.facts import read_config, read_facts
 from sharder.identity import differences
@@ -68,7 +69,7 @@ def resume_branch(attempt: Attempt, branch: Branch, facts: dict, steps: list[int
     """
     if branch.run_dir.resolve() != attempt.run_dir.resolve():
         origin = facts.get("branched_from") or {}
-        if origin.get("run") != str(branch.run_dir.resolve()) or branch.step not in (None, origin.get("step")):
+        if origin.get("run") != name_of(branch.run_dir) or branch.step not in (None, origin.get("step")):
             was = f"was branched from {origin['run']}@{origin['step']}" if origin else "is no branch"
             raise UserError(
                 f"{attempt.run_dir} holds a run already, which {was}: choose another --run-dir for a branch from {branch.run_dir}, or"
@@ -97,7 +98,7 @@ def lasting_facts(attempt: Attempt) -> dict:
     origin = {}
     if attempt.source is not None:
         fingerprint = checkpoint.read_manifest(attempt.source, attempt.resume_step)["fingerprint"]
-        origin = {"branched_from": {"run": str(attempt.source), "step": attempt.resume_step, "fingerprint": fingerprint}}
+        origin = {"branched_from": {"run": name_of(attempt.source), "step": attempt.resume_step, "fingerprint": fingerprint}}
     elif (attempt.run_dir / "config.json").exists():
         origin = {k: v for k, v in read_facts(attempt.run_dir).items() if k == "branched_from"}
     return {"run_id": attempt.run_id, **origin}

@@ -13,10 +13,12 @@ from pathlib import Path
 import jax
 
 from sharder import cluster, heartbeat
-from sharder.agreement import PeerLost, agree, decide
-from sharder.checkpoint.mirror import open_mirror
-from sharder.checkpoint.save import Saver
-from sharder.config import RunConfig
+from sharder.agreement import PeerLost, agree, decide, exchange
+from sharder.checkpoint.mirror import Mirror
+from sharder.checkpoint.remote import open_store
+from sharder.checkpoint.save import SAVE_TIMEOUT_S, Saver
+from sharder.checkpoint.staging import address_of
+from sharder.config import RunConfig, UserError
 from sharder.data.loader import open_loader
 from sharder.data.open import open_datasets, open_order
 from sharder.events import EventLog
@@ -56,14 +58,17 @@ from sharder.train.stepping import Stepper
 def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, branch: Branch | None = None) -> int:
     """Runs until train.steps or a stop; returns the exit code. Raises UserError for what the user can mend."""
     heartbeat.enter("bring-up")
-    facts = shared_settings(config) | {"--run-dir": os.path.abspath(run_dir), "--resume": resume}
+    store = open_store(config.checkpoint, run_dir, say)
+    if store is not None:
+        store.come_near()
+    facts = shared_settings(config) | {"--run-dir": address_of(run_dir) or os.path.abspath(run_dir), "--resume": resume}
     # The compiler's settings come first, and those of a run that goes on are the run's.
     cluster.initialize(config.cluster, mode_asked_for(run_dir, config) == "exact", facts, stop)
     config = replace(config, cluster=without_place(config.cluster))
     lock = RunLock(run_dir)
     with ProcessLog() as log:
         try:
-            return run(config, run_dir, resume, stop, lock, log, branch)
+            return run(config, run_dir, resume, stop, lock, log, branch, store)
         except PeerLost as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -78,12 +83,13 @@ def train(config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, b
 
 
 def run(
-    config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog, branch: Branch | None
+    config: RunConfig, run_dir: Path, resume: Resume, stop: StopRequest, lock: RunLock, log: ProcessLog, branch: Branch | None,
+    store: Mirror | None,
 ) -> int:  # fmt: skip
     """The story itself. Raises OSError where a file of the run cannot be written."""
     heartbeat.enter("set-up")
     config, resized = with_sizes_of_weights(config, run_dir)
-    attempt = agree_on_attempt(run_dir, resume, config, lock, branch)
+    attempt = agree_on_attempt(run_dir, resume, config, lock, branch, store)
     config = with_reduction(config, attempt.reduction)
     unevaluated = decide(lambda: {"record": interrupted_evaluation(run_dir, attempt.resume_step)})["record"]
     is_over = attempt.resume_step is not None and attempt.resume_step >= config.train.steps and attempt.source is None
@@ -93,6 +99,8 @@ def run(
         )
         cluster.shutdown()
         return 0
+    if store is not None:
+        store.bring_to_all(None if attempt.source is not None else attempt.resume_step)
     setup = prepare(config, run_dir=run_dir, fitted=has_fitted(attempt, config, machine_facts()))
     config = setup.config
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
@@ -103,13 +111,15 @@ def run(
     if attempt.source is not None:
         check_fits(setup, attempt.source, attempt.resume_step)
     events = open_run(setup, attempt, training, order)
+    if store is not None and jax.process_index() == 0:
+        store.opened()
     heartbeat.attach(events)
     log.open(run_dir, jax.process_index(), f"attempt {attempt.number}, process {jax.process_index()} of {jax.process_count()}")
     if jax.process_index() == 0:
         stop.watch(run_dir / STOP_FILE, config.train.max_minutes)
 
     snapshots = Snapshots(attempt, config.checkpoint, events, say)
-    state, first_step = restore(setup, attempt, snapshots, events)
+    state, first_step = restore(setup, attempt, snapshots, events, store)
     if state is None:
         state = create_state(config, setup.declared, setup.state_shardings)
         if config.weights.path is not None:
@@ -124,7 +134,7 @@ def run(
     heartbeat.enter("compile", first_step)
     compile_ahead(stepper, state, layout.abstract(training.read(order.ids(first_step, 0, 1))), events)
     eval_step = make_eval_step(setup) if validation is not None else None
-    saver = Saver(run_dir, config.checkpoint, events, say, open_mirror(config.checkpoint))
+    saver = Saver(run_dir, config.checkpoint, events, say, store)
     stop.training()
 
     def save(step: int, state: TrainState) -> None:
@@ -193,25 +203,31 @@ def run(
             writer.close()
     if stepper.nonfinite is None:
         snapshots.remove()
-    return close_run(setup, stepper, events, step, stop)
+    return close_run(setup, stepper, events, step, stop, saver)
 
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def close_run(setup: Setup, stepper: Stepper, events: EventLog, step: int, stop: StopRequest) -> int:
-    """Leaves the group, says how it ended; returns the exit code."""
+def close_run(setup: Setup, stepper: Stepper, events: EventLog, step: int, stop: StopRequest, saver: Saver) -> int:
+    """Leaves the group, says how it ended; returns the exit code. Raises UserError where a finished run is not where it should
+    be."""
     failed, interrupted = stepper.nonfinite is not None, stepper.evaluation_interrupted
     stopped = step < setup.config.train.steps or interrupted
     # Process 0 notes it; what asks for a stop elsewhere is a signal.
     reason = "nonfinite" if failed else stop.reason or (ELSEWHERE if stopped else None)
     events.write("stopped" if stopped else "end", step, reason=reason, **({"evaluation": "interrupted"} if interrupted else {}))
     events.close()
+    missing = next(filter(None, exchange("finished", saver.finish(), SAVE_TIMEOUT_S)), None)
     cluster.shutdown()
     if stepper.num_skipped:
         say(f"{stepper.num_skipped} batches were not finite and were dropped")
     ending = "stopped, not finite" if failed else "stopped; resume with the same command" if stopped else "finished"
     at = f", loss {stepper.record['loss']:.4f}, fingerprint {stepper.record['fingerprint']}" if stepper.record else ""
     say(f"{ending}: step {step}{at}")
+    if missing is not None and not stopped:
+        raise UserError(f"{missing}.")
+    if missing is not None:
+        say(missing)
     return 1 if failed else PREEMPTED if stopped else 0

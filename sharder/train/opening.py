@@ -2,22 +2,22 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
 
 from sharder import __version__, checkpoint, heartbeat
 from sharder.accounting import account
-from sharder.agreement import decide
-from sharder.checkpoint.mirror import open_mirror
+from sharder.agreement import DECISION_TIMEOUT_S, decide
+from sharder.checkpoint.mirror import Mirror
+from sharder.checkpoint.remote import FETCH_TIMEOUT_S
 from sharder.config import RunConfig, UserError
 from sharder.data.dataset import Dataset
 from sharder.data.open import write_assets
 from sharder.data.order import Order
 from sharder.events import EventLog, read_json_lines
 from sharder.exactness import untested
-from sharder.facts import is_run
 from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
 from sharder.instrument.peak import matrix_ceiling
 from sharder.models.freeze import describe as describe_frozen
@@ -57,7 +57,9 @@ def interrupted_evaluation(run_dir: Path, step: int | None) -> dict | None:
     return next((r for r in reversed(read_json_lines(run_dir / "metrics.jsonl")[0]) if r.get("step") == step), None)
 
 
-def restore(setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventLog) -> tuple[TrainState | None, int]:
+def restore(
+    setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventLog, store: Mirror | None
+) -> tuple[TrainState | None, int]:
     """The state that the attempt goes on from, verified, and its step; (None, 0) where it begins."""
     heartbeat.enter("restore", attempt.resume_step)
     found, source = snapshots.restore(setup), "snapshot"
@@ -66,32 +68,31 @@ def restore(setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventL
     if found is None and attempt.source is not None:
         found, source = (restore_state(setup, attempt.source, attempt.resume_step), attempt.resume_step), str(attempt.source)
     elif found is None:
-        found, source = restore_newest(setup, attempt.run_dir, attempt.resume_step, events), "checkpoint"
+        found, source = restore_newest(setup, attempt.run_dir, attempt.resume_step, events, store), "checkpoint"
     events.write("restored", found[1], source=source)
     return found
 
 
-def agree_on_attempt(run_dir: Path, resume: Resume, config: RunConfig, lock: RunLock, branch: Branch | None) -> Attempt:
-    """The attempt as process 0 finds it, which takes the lock, and looks at the mirror where the folder holds no run."""
+def agree_on_attempt(
+    run_dir: Path, resume: Resume, config: RunConfig, lock: RunLock, branch: Branch | None, store: Mirror | None
+) -> Attempt:
+    """The attempt as process 0 finds it, which takes the lock, and has the store bring what the folder lacks."""
 
     def choose() -> dict:
         lock.take()
         if (run_dir / STOP_FILE).exists():
             raise UserError(f"{run_dir / STOP_FILE} asks this run to stop: remove it to continue.")
-        mirror = open_mirror(config.checkpoint)
-        if mirror is not None and resume != "never" and not is_run(run_dir):
-            fetched = mirror.fetch(run_dir)
-            if fetched is not None:
-                say(f"the checkpoint of step {fetched} was fetched from {mirror.url}")
+        if store is not None and resume != "never":
+            store.bring_newest(run_dir, branch.step if branch is not None and branch.run_dir == run_dir else None)
         attempt = open_attempt(run_dir, resume, config, branch)
-        if mirror is not None:
-            mirror.check_owner(attempt.run_id)
-        if mirror is not None and attempt.rewinds:
-            mirror.set_aside([s for s in mirror.steps() if s > attempt.resume_step])
+        if store is not None:
+            back_to = attempt.resume_step if attempt.rewinds else None
+            attempt = replace(attempt, number=store.begin(attempt.run_id, attempt.number, back_to))
         return {**asdict(attempt), "run_dir": str(run_dir), "source": attempt.source and str(attempt.source)}
 
-    chosen = decide(choose)
-    return Attempt(**chosen | {"run_dir": run_dir, "source": chosen["source"] and Path(chosen["source"])})
+    # Process 0 may have to fetch a checkpoint first.
+    chosen = decide(choose, DECISION_TIMEOUT_S if store is None else FETCH_TIMEOUT_S)
+    return Attempt(**chosen | {"run_dir": run_dir, "source": chosen["source"] and branch.run_dir.resolve()})
 
 
 def machine_facts() -> dict:

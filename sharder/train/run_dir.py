@@ -157,11 +157,18 @@ def is_about_room(run_dir: Path, error: OSError) -> bool:
 
 def no_room(run_dir: Path, error: OSError) -> UserError:
     """What to tell where the files of a run cannot be written."""
-    text = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
-    steps = checkpoint.list_steps(run_dir)
-    last = f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
+    if isinstance(error, SaveFailed) and error.store is not None:
+        return UserError(
+            f"{error}. See that {error.store} answers, then give the same command: it goes on from that checkpoint."
+        )
+    text = str(error)
+    if not isinstance(error, SaveFailed):
+        text = f"{error.filename} cannot be written: {error.strerror}" if error.filename else text
+        steps = checkpoint.list_steps(run_dir)
+        last = f"the last whole checkpoint is of step {steps[-1]}" if steps else "there is no whole checkpoint yet"
+        text = f"{text}; {last}"
     return UserError(
-        f"{text}; {last}. Free space on the disk of {run_dir} (or lift the limit on file sizes), then give the same command: it"
+        f"{text}. Free space on the disk of {run_dir} (or lift the limit on file sizes), then give the same command: it"
         " sets the unfinished save aside and continues."
     )
 

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from sharder import __version__, checkpoint
 from sharder.agreement import decide, exchange
 from sharder.checkpoint.folders import DAMAGED, note_verified
+from sharder.checkpoint.mirror import Mirror
+from sharder.checkpoint.remote import FETCH_TIMEOUT_S
 from sharder.checkpoint.restore import check_leaves, restore
 from sharder.config import UserError, config_hash, to_dict
 from sharder.data.dataset import Dataset
@@ -65,9 +67,11 @@ def check_data(run_dir: Path, step: int, dataset: Dataset) -> None:
         )
 
 
-def restore_newest(setup: Setup, run_dir: Path, step: int, events: EventLog) -> tuple[TrainState, int]:
-    """The state of the checkpoint of `step`, or of the newest before it that is what was saved, and its step. Those that are not
-    are set aside, which is said. Raises UserError where none is good."""
+def restore_newest(
+    setup: Setup, run_dir: Path, step: int, events: EventLog, store: Mirror | None = None
+) -> tuple[TrainState, int]:
+    """The state of the checkpoint of `step`, or of the newest before it that is what was saved, and its step. Those that are
+    not are set aside, which is said. Raises UserError where none is good."""
     damage, newest = [], step
     while step is not None:
         try:
@@ -77,21 +81,24 @@ def restore_newest(setup: Setup, run_dir: Path, step: int, events: EventLog) -> 
             return state, step
         except checkpoint.Damaged as error:
             damage.append(str(error))
-        found = decide(lambda: _set_aside(run_dir, step))  # noqa: B023  called at once
+        found = decide(lambda: _set_aside(run_dir, step, store), FETCH_TIMEOUT_S)  # noqa: B023  called at once
         events.write("set_aside", step, name=found["name"], reason=damage[-1])
         if jax.process_index() == 0:
             print(f"{damage[-1]}\nIt was set aside as checkpoints/{found['name']}.", flush=True)
         step = found["before"]
+        if store is not None:
+            store.bring_to_all(step)
     raise UserError(
         f"no checkpoint of {run_dir} is what was saved, from step {newest} down; all were set aside. Restore one from a copy, or begin"
         " again in another --run-dir."
     )
 
 
-def _set_aside(run_dir: Path, step: int) -> dict:
-    """Of process 0: the new name, and the newest whole checkpoint before it."""
+def _set_aside(run_dir: Path, step: int, store: Mirror | None) -> dict:
+    """Of process 0: the new name, and the newest whole checkpoint that is left."""
     name = checkpoint.set_aside(checkpoint.entry(run_dir, step), DAMAGED)
-    return {"name": name, "before": max((s for s in checkpoint.list_steps(run_dir) if s < step), default=None)}
+    before = max((s for s in checkpoint.list_steps(run_dir) if s < step), default=None)
+    return {"name": name, "before": before if store is None else store.bring_another(run_dir, step, before)}
 
 
 def restore_state(setup: Setup, run_dir: Path, step: int) -> TrainState:

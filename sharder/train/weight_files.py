@@ -13,7 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharder import checkpoint
+from sharder.checkpoint.reading import fetch_run
 from sharder.config import ModelConfig, Pi0Config, UserError, model_from_dict
+from sharder.facts import is_address
 from sharder.models import lerobot_weights
 from sharder.models.build import flatten, unflatten
 from sharder.models.openpi_weights import LLM, detect, without_value
@@ -163,7 +165,10 @@ def locate(path: Path) -> tuple[str, Path]:
 
 
 def open_weights(path: str | Path) -> WeightFile:
-    """The tree behind a path, of which only shapes and dtypes are read. Raises UserError where there is none."""
+    """The tree behind a path, or of the newest checkpoint of a run at an address; only shapes and dtypes are read. Raises
+    UserError where there is none."""
+    if is_address(str(path)):
+        path = fetch_run(str(path))
     kind, place = locate(Path(path))
     if kind == "paligemma":
         return _npz_file(place)

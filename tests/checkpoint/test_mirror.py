@@ -7,11 +7,10 @@ import shutil
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from flaky import Flaky, empty
 from small import small
 
 from sharder import checkpoint
-from sharder.checkpoint import mirror as module
 from sharder.checkpoint.mirror import ATTEMPTS, Mirror
 from sharder.config import UserError
 from sharder.events import read_json_lines
@@ -21,40 +20,9 @@ from sharder.train.attempt import Branch
 from sharder.train.loop import train
 
 
-class Flaky(MemoryFileSystem):
-    """Fails every operation that changes or reads a file, so many times as `failures` says."""
-
-    protocol = "flaky"
-    store, pseudo_dirs, failures = {}, [""], 0
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("flaky://", "memory://"))
-
-    def _fail(self):
-        if Flaky.failures:
-            Flaky.failures -= 1
-            raise ConnectionError("503 try again")
-
-    def put_file(self, *arguments, **options):
-        self._fail()
-        return super().put_file(*arguments, **options)
-
-    def get_file(self, *arguments, **options):
-        self._fail()
-        return super().get_file(*arguments, **options)
-
-
-fsspec.register_implementation("flaky", Flaky, clobber=True)
-
-
 @pytest.fixture
 def url(monkeypatch):
-    monkeypatch.setattr(Flaky, "store", {})
-    monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
-    monkeypatch.setattr(Flaky, "failures", 0)
-    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.0)
-    return "flaky://bucket/run"
+    return empty(monkeypatch)
 
 
 def config(url, **train_fields):
@@ -75,6 +43,14 @@ def test_a_run_whose_folder_is_gone_goes_on_from_its_mirror(url, tmp_path, capsy
     assert [r["step"] for r in read_json_lines(tmp_path / "run" / "metrics.jsonl")[0] if r["attempt"] == 2] == [13, 14]
     train(config(None, steps=14), tmp_path / "whole", "auto", StopRequest())
     assert compare(tmp_path / "run", tmp_path / "whole").identical
+
+
+def test_what_is_kept_for_good_stays_there_although_a_new_folder_lacks_it(url, tmp_path):
+    kept = dataclasses.replace(config(url).checkpoint, keep_every=5, keep_last=1)
+    first = dataclasses.replace(config(url), checkpoint=kept)
+    train(first, tmp_path / "run", "auto", StopRequest())
+    train(dataclasses.replace(first, train=config(url, steps=14).train), tmp_path / "new", "auto", StopRequest())
+    assert Mirror(url).steps() == [5, 10, 14] and checkpoint.list_steps(tmp_path / "new") == [14]
 
 
 def test_failures_are_tried_again(url, tmp_path):

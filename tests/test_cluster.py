@@ -4,9 +4,7 @@ import sys
 import pytest
 from small import environment
 
-from sharder import cluster
 from sharder.cluster import compile_cache_dir
-from sharder.config import ClusterConfig
 from sharder.exactness import CPU_THREADS_VARIABLE
 
 
@@ -34,8 +32,6 @@ SESSION = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.devices() if {early} else None
-from sharder import cluster
-from sharder.config import ClusterConfig
 cluster.initialize(ClusterConfig(compile_cache="off"))
 """
 

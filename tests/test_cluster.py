@@ -32,6 +32,8 @@ SESSION = """
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.devices() if {early} else None
+from sharder import cluster
+from sharder.config import ClusterConfig
 cluster.initialize(ClusterConfig(compile_cache="off"))
 """
 

@@ -1,6 +1,7 @@
 """The options of a command: parsed by tyro from the signature of a function; a mistake in them is one message."""
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -22,8 +23,8 @@ def parse(command: Callable, args: Sequence[str], prog: str, description: str | 
     the arguments; `--help` prints and raises SystemExit.
     """
     # tyro reads the arguments of a docstring only where it begins with a summary.
-    if not (command.__doc__ or "").startswith(f"{description}\n"):
-        command.__doc__ = f"{description}\n{command.__doc__ or ''}"
+    if inspect.cleandoc(command.__doc__ or "").startswith("Args:"):
+        command.__doc__ = f"{description}\n{command.__doc__}"
 
     def attempt():
         return tyro.cli(command, args=list(args), prog=prog, description=description, return_unknown_args=return_unknown_args)

@@ -128,9 +128,12 @@ def in_letters(number: int) -> str:
 
 
 def corrupt_newest(run_dir: Path) -> Path | None:
-    """Flips a byte in the largest data file of the newest checkpoint; returns the file."""
+    """Flips a byte in the largest data file of the newest checkpoint; returns the file.
+
+    None where there is not another one before it: a run of whose checkpoints none is good stops, as it must, and would end the test.
+    """
     steps = [p.parent for p in (run_dir / "checkpoints").glob("*/manifest.json") if p.parent.name.isdecimal()]
-    if not steps:
+    if len(steps) < 2:
         return None
     newest = max(steps, key=lambda p: int(p.name))
     files = [p for p in newest.rglob("*") if p.is_file() and "/d/" in str(p)]

@@ -77,7 +77,7 @@ class Show:
             case "corrupt":
                 path = corrupt_newest(self.run)
                 told = (
-                    "no checkpoint to corrupt yet"
+                    "fewer than two checkpoints yet: none is corrupted, process killed"
                     if path is None
                     else f"a byte flipped in {path.relative_to(self.run)}, process killed"
                 )

@@ -35,12 +35,24 @@ def staging_folder(address: str, ending: str = "") -> Path:
     return base() / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}{ending}"
 
 
+def check_address(text: str) -> None:
+    """Raises UserError for what begins as an address does and names no place; as a folder it would only surprise."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)$", text)
+    if found is None:
+        return
+    scheme, slashes, rest = found.groups()
+    absolute = scheme != "file" or slashes == "///"
+    if scheme != scheme.lower() or not rest.strip("/") or not absolute or len(slashes) < 2:
+        raise UserError(f"--run-dir {text} is no address: write gs://bucket/run, or file:///folder/run with the whole path.")
+
+
 def settle(run_dir: str | Path, config: RunConfig) -> tuple[Path, RunConfig]:
     """The folder and the configuration of a run whose --run-dir may be an address: that becomes the mirror of its staging
     folder.
 
-    Raises UserError where another mirror was asked for.
+    Raises UserError where another mirror was asked for, or the text is nearly an address.
     """
+    check_address(str(run_dir))
     if not is_address(str(run_dir)):
         return Path(run_dir), config
     address, mirror = str(run_dir).rstrip("/"), config.checkpoint.mirror

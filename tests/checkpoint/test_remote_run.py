@@ -320,3 +320,16 @@ def test_an_upload_that_was_cut_off_leaves_nothing_for_the_next_one(url):
         file.write(b"x")
     save(run, 8)
     assert not [path for path in Flaky.store if "process_3" in path]
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "gs:///", "file://", "file://folder/run", "file:/folder/run", "FILE:///folder/run", "gs:/bucket/run"]
+)
+def test_what_is_nearly_an_address_is_no_folder(text):
+    with pytest.raises(UserError, match=r"is no address: write gs://bucket/run"):
+        settle(text, made(5))
+
+
+@pytest.mark.parametrize("text", ["runs/a", "/tmp/a:b/run", "gs://bucket/run", "file:///folder/run"])
+def test_folders_and_addresses_are_taken(text):
+    settle(text, made(5))

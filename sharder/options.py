@@ -6,7 +6,6 @@ import io
 import os
 import re
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 import tyro
 
@@ -29,16 +28,21 @@ def parse(command: Callable, args: Sequence[str], prog: str, description: str | 
     def attempt():
         return tyro.cli(command, args=list(args), prog=prog, description=description, return_unknown_args=return_unknown_args)
 
-    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(io.StringIO()):
             return attempt()
     except SystemExit as end:
         if end.code != 2:
             raise
-    errors = io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(errors), mock.patch.dict(os.environ, COLUMNS=ONE_LINE):
-        attempt()
+    # Once more, for the message.
+    errors, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = ONE_LINE
+    try:
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(errors):
+            attempt()
+    finally:
+        del os.environ["COLUMNS"]
+        os.environ.update({} if columns is None else {"COLUMNS": columns})
     raise UserError(f"{message_of(errors.getvalue())} ({prog} --help says more)")
 
 

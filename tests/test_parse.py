@@ -82,3 +82,8 @@ def test_check_refuses_a_file_that_it_could_not_write_before_it_begins(option, t
     for name, words in (("a.svg", "is a folder: name a file"), ("file/b.svg", "no folder")):
         result = sharder("check", "mlp", *option, tmp_path / name)
         assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_check_makes_the_folder_of_its_report(tmp_path):
+    result = sharder("check", "mlp", "--report", tmp_path / "new" / "r.json")
+    assert result.returncode == 0 and "memory" in json.loads((tmp_path / "new" / "r.json").read_text())

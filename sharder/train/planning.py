@@ -98,6 +98,7 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None) ->
 
 def write(report: Path | None, prediction: Prediction, compiled: machine.Compiled | None) -> None:
     if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(json.dumps(show.to_json(prediction, compiled), indent=1))
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ VERDICT_S = 5.0
 """How much longer than process 0 the others wait for what it says of those that are missing."""
 LINGER_S = 5.0
 """How long process 0 waits for the rest when it is known already that the run cannot begin: each is to learn why."""
+TELL_S = 30.0
+"""How long one that was asked to stop looks for process 0, which may start seconds later and would wait for it in vain."""
 
 Facts = dict[str, object]
 """What must be the same in all processes, by the name that a user knows it by; JSON values."""
@@ -175,7 +178,7 @@ def _listen(port: int) -> socket.socket:
 def _report(
     host: str, port: int, count: int, index: int, facts: Facts, deadline: float, timeout_s: float, stop: Callable[[], str]
 ) -> Channel:
-    why = "nothing answers"
+    why, told = "nothing answers", False
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((host, port), timeout=min(left, 5))
@@ -193,9 +196,9 @@ def _report(
                 return Channel({0: connection}, index)
             connection.close()
             why = "process 0 did not say to go on, or something else answers"
-        if reason := stop():
-            deadline = min(deadline, time.monotonic() + LINGER_S)
-            why = f"this process was stopped by {reason}"
+        if (reason := stop()) and not told:
+            told, deadline = True, min(deadline, time.monotonic() + TELL_S)
+            print(f"{reason}: telling process 0 once it is there; a second signal ends at once.", file=sys.stderr, flush=True)
         time.sleep(RETRY_S)
     if reason := stop():
         raise Stopped(f"process {index} was stopped by {reason}")

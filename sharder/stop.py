@@ -106,7 +106,8 @@ class StopRequest:
     def _end_after_grace(self) -> None:
         time.sleep(self.grace_s)
         with self._lock:
-            self._end(f"without a save, which took more than {self.grace_s:g} s (--cluster.grace-s)")
+            late = "without a save, which took" if self._training else "before the first step; telling the others took"
+            self._end(f"{late} more than {self.grace_s:g} s (--cluster.grace-s)")
 
     def _end(self, how: str) -> None:
         text = f"{self.reason}: ended {how}; resume with the same command."

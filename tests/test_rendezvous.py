@@ -109,6 +109,7 @@ def test_a_fact_that_only_one_has_is_named():
 def no_lingering(monkeypatch):
     """For tests in which somebody never comes."""
     monkeypatch.setattr("sharder.rendezvous.LINGER_S", 1.0)
+    monkeypatch.setattr("sharder.rendezvous.TELL_S", 1.0)
 
 
 def test_one_index_twice_ends_all(no_lingering):
@@ -126,6 +127,18 @@ def test_a_request_to_stop_ends_all(who, no_lingering):
     found = outcomes(free_port(), processes, 300)
     assert {text for text in found.values()} == {f"Stopped: process {who} was stopped by SIGTERM"}
     assert time.monotonic() - started < 60
+
+
+def test_process_0_that_starts_seconds_later_learns_of_a_request_to_stop():
+    """It would wait for the stopped one as long as bring-up may take."""
+    port = free_port()
+    found = {}
+    stopped = threading.Thread(target=lambda: found.update(outcomes(port, [(1, 2, {}, "SIGTERM")], 300)))
+    stopped.start()
+    time.sleep(7)
+    found["zero"] = outcomes(port, of(2, (0,)), 20)[0]
+    stopped.join()
+    assert set(found.values()) == {"Stopped: process 1 was stopped by SIGTERM"}
 
 
 def test_one_that_went_away_may_come_again(monkeypatch):

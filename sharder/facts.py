@@ -10,13 +10,33 @@ from sharder.config import RunConfig, UserError, from_dict
 WAY_OUT = "Restore it from a copy, or use another run."
 
 
-OURS = {"logs", ".lock", ".staging", "profile", "steps"}
+MARK = ".staging"
+"""The file that says whose staging folder a folder is (sharder.checkpoint.staging)."""
+OURS = {"logs", ".lock", MARK, "profile", "steps"}
 """What a folder may hold before it is a run."""
 
 
 def is_address(text: str) -> bool:
     """Whether it names a place in a remote store, as gs://bucket/run, and no folder."""
     return re.match(r"[a-z][a-z0-9+]+://", text) is not None
+
+
+def address_of(run_dir: Path) -> str | None:
+    """The address whose staging folder this is; None for any other folder."""
+    try:
+        return json.loads((run_dir / MARK).read_bytes())["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def name_of(run_dir: Path) -> str:
+    """What a run is called on every host: its address, or its folder."""
+    return address_of(run_dir) or str(run_dir.resolve())
+
+
+def called(run_dir: Path) -> str:
+    """What the user calls a run: its address, or its folder as it was given."""
+    return address_of(run_dir) or str(run_dir)
 
 
 def refuse_address(run_dir: Path) -> None:
@@ -52,15 +72,15 @@ def is_run(run_dir: Path) -> bool:
 def read_facts(run_dir: Path) -> dict:
     """All of config.json. Raises UserError where there is none, or it is damaged."""
     refuse_address(run_dir)
-    path = run_dir / "config.json"
+    path, name = run_dir / "config.json", f"{called(run_dir)}/config.json"
     if not path.exists():
-        raise UserError(f"{run_dir} is not a run: it has no config.json.")
+        raise UserError(f"{called(run_dir)} is not a run: it has no config.json.")
     try:
         facts = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}. {WAY_OUT}") from None
+        raise UserError(f"{name} cannot be read: {error}. {WAY_OUT}") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
-        raise UserError(f"{path} is damaged: it holds no configuration. {WAY_OUT}")
+        raise UserError(f"{name} is damaged: it holds no configuration. {WAY_OUT}")
     return facts
 
 
@@ -87,4 +107,4 @@ def config_of(facts: dict, run_dir: Path) -> RunConfig:
     try:
         return from_dict(facts["config"])
     except UserError as error:
-        raise UserError(f"{run_dir / 'config.json'}: {error} {WAY_OUT}") from None
+        raise UserError(f"{called(run_dir)}/config.json: {error} {WAY_OUT}") from None

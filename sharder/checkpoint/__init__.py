@@ -18,11 +18,12 @@ from sharder.checkpoint.folders import (
     read_manifest,
     set_aside,
     set_aside_unfinished,
+    shown,
     way_out,
 )  # fmt: skip
 from sharder.checkpoint.manifest import Damaged, write_durably, write_manifest
 
 __all__ = [
-    "Damaged", "choose_step", "entry", "fault", "folder", "list_others", "list_steps", "read_manifest", "set_aside", "set_aside_unfinished", "way_out",
-    "write_durably", "write_manifest",
+    "Damaged", "choose_step", "entry", "fault", "folder", "list_others", "list_steps", "read_manifest", "set_aside", "set_aside_unfinished", "shown",
+    "way_out", "write_durably", "write_manifest",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from sharder.checkpoint.manifest import Damaged, check_files, parse
+from sharder.facts import address_of, called
 from sharder.fields import UserError
 
 NEVER_FINISHED = "the save never finished: there is no manifest.json"
@@ -21,6 +22,12 @@ def folder(run_dir: Path) -> Path:
 def entry(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return folder(run_dir) / str(step)
+
+
+def shown(run_dir: Path, step: int) -> str:
+    """The same for a user to read, who may know the run by its address."""
+    address = address_of(run_dir)
+    return str(entry(run_dir, step)) if address is None else f"{address}/checkpoints/{step}"
 
 
 def whole_manifest(where: Path) -> dict:
@@ -56,20 +63,22 @@ def list_others(run_dir: Path) -> list[str]:
 
 
 def choose_step(run_dir: Path, step: int | None) -> int:
-    """The given step, or the latest. Raises UserError where there is no such checkpoint."""
+    """The given step, or the latest. Raises UserError where there is no such checkpoint, Damaged where it is."""
     steps = list_steps(run_dir)
+    if step is not None and step not in steps and entry(run_dir, step).exists():
+        read_manifest(run_dir, step)
     if not steps:
-        raise UserError(f"{run_dir} holds no checkpoint: nothing to load.")
+        raise UserError(f"{called(run_dir)} holds no checkpoint: nothing to load.")
     if step is not None and step not in steps:
-        raise UserError(f"{run_dir} holds no checkpoint of step {step}; it has {steps}.")
+        raise UserError(f"{called(run_dir)} holds no checkpoint of step {step}; it has {steps}.")
     return steps[-1] if step is None else step
 
 
 def read_manifest(run_dir: Path, step: int) -> dict:
     """Raises Damaged where it is, or a file is missing or cut off."""
-    where = entry(run_dir, step)
+    where = shown(run_dir, step)
     try:
-        return whole_manifest(where)
+        return whole_manifest(entry(run_dir, step))
     except FileNotFoundError:
         raise Damaged(f"{where} is no checkpoint: it has no manifest.json. {way_out(run_dir, step)}") from None
     except Damaged as damage:
@@ -94,9 +103,11 @@ def verified_s(where: Path) -> float | None:
 
 def way_out(run_dir: Path, step: int) -> str:
     """What to do about a damaged checkpoint: go back to the one before it, where there is one."""
-    earlier = [s for s in list_steps(run_dir) if s < step]
+    address, earlier = address_of(run_dir), [s for s in list_steps(run_dir) if s < step]
     if earlier:
         return f"Use the checkpoint of step {earlier[-1]}; `sharder train` sets the damaged one aside by itself."
+    if address is not None:  # here are those alone that a command asked for
+        return f"Use one before it, where `sharder checkpoints {address}` lists one."
     return "There is none before it: restore it from a copy, or begin again in another --run-dir."
 
 

@@ -62,6 +62,10 @@ class Mirror:
             if fetched is not None:
                 self.say(f"the checkpoint of step {fetched} was fetched from {self.url}")
 
+    def is_elsewhere(self) -> bool:
+        """Whether the newest attempt had another folder, so that one may go on there."""
+        return False
+
     def begin(self, run_id: str, number: int, back_to: int | None) -> int:
         """Once it is chosen; returns its number. With `back_to` later checkpoints count no more. Raises UserError where the
         address is another run's, or does not answer when the run goes back."""
@@ -216,20 +220,25 @@ class Mirror:
         return None
 
     def get(self, run_dir: Path, step: int) -> str | None:
-        """Copies a checkpoint; the manifest comes last. Returns what is wrong with it, and leaves nothing of it then.
+        """As `copy`, and leaves nothing of what is not whole."""
+        damage = self.copy(run_dir, step)
+        if damage is not None:
+            shutil.rmtree(entry(run_dir, step))
+        return damage
+
+    def copy(self, run_dir: Path, step: int) -> str | None:
+        """Copies what is there of a checkpoint, the manifest last. Returns what is wrong with it.
 
         Raises UserError with the numbers where there is no room for it.
         """
         where = entry(run_dir, step)
         shutil.rmtree(where, ignore_errors=True)
-        try:
-            manifest = self.manifest(step)
-        except Damaged as damage:
-            return str(damage)
-        if manifest is None:
-            return "there is no manifest.json"
         where.mkdir(parents=True)
-        needed, free = sum(manifest["files"].values()), shutil.disk_usage(where).free
+        try:
+            files = (self.manifest(step) or {"files": {}})["files"]
+        except Damaged:
+            files = {}  # the manifest alone, in which `fault` finds the same
+        needed, free = sum(files.values()), shutil.disk_usage(where).free
         if needed > free:
             shutil.rmtree(where)
             raise UserError(
@@ -237,16 +246,11 @@ class Mirror:
                 f" {run_dir}: free"
                 " some, or use a folder on another disk."
             )
-        try:
-            for name in (*manifest["files"], "manifest.json"):
-                (where / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in (*files, "manifest.json"):
+            (where / name).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # which `fault` names
                 self._try(self._fs.get_file, self._at("checkpoints", str(step), name), str(where / name))
-        except FileNotFoundError:
-            pass  # which `fault` names
-        found = fault(where)
-        if found is not None:
-            shutil.rmtree(where)
-        return found
+        return fault(where)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from sharder.checkpoint.folders import folder
 from sharder.checkpoint.remote import RemoteRun
-from sharder.checkpoint.staging import filling, remove_folder, staging_folder, staging_id
+from sharder.checkpoint.staging import filling, normal, remove_folder, staging_folder, staging_id
 from sharder.config import UserError
 from sharder.facts import is_address
 
@@ -19,8 +19,8 @@ Which = Literal["none", "newest", "all"] | int
 def fetch_run(address: str, which: Which = "newest") -> Path:
     """A folder with the run's files and the checkpoints asked for, as far as they are there. Raises UserError where there is
     no run, or it cannot be read."""
-    run_dir = staging_folder(address, ".read")
-    run = RemoteRun(address.rstrip("/"), run_dir)
+    address, run_dir = normal(address), staging_folder(address, ".read")
+    run = RemoteRun(address, run_dir)
     with filling(run_dir):
         staging_id(run_dir, run.url)
         with run.reading():
@@ -29,9 +29,11 @@ def fetch_run(address: str, which: Which = "newest") -> Path:
             for where in folder(run_dir).glob("*"):
                 if not where.name.isdecimal() or int(where.name) not in steps:
                     remove_folder(where)
+            if isinstance(which, int) and which not in steps:
+                raise UserError(f"{address} holds no checkpoint of step {which}; it has {steps}.")
             for step in reversed(steps):
-                wanted = which == "all" or which == step and which != "none" or which == "newest"
-                if wanted and run.bring(step) and which == "newest":
+                # What is damaged there is so here, and the command that reads it says what it makes of it.
+                if which in ("all", "newest", step) and run.bring(step, keep_damaged=True) and which == "newest":
                     break
     if not (run_dir / "config.json").exists():
         raise UserError(f"{address} is not a run: it has no config.json.")
@@ -69,6 +71,6 @@ def bring_branch(text: str | None, run_dir: str) -> str | None:
     run, step = (run, step) if at else (step, "")
     if not is_address(run):
         return text
-    if run.rstrip("/") == run_dir.rstrip("/"):
+    if is_address(run_dir) and normal(run) == normal(run_dir):
         return f"{staging_folder(run)}{at}{step}"
     return f"{fetch_run(run, int(step) if step.isdecimal() else 'newest')}{at}{step}"

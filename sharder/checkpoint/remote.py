@@ -13,7 +13,6 @@ copied goes. A host that restores fetches the whole of it, and joins the parts i
 
 import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -26,7 +25,6 @@ from sharder.checkpoint.folders import set_aside as rename
 from sharder.checkpoint.manifest import Damaged, checksum, file_sizes, write_durably
 from sharder.checkpoint.mirror import RUN_FILES, Mirror
 from sharder.checkpoint.staging import (
-    address_of,
     clear,
     filling,
     is_in_use,
@@ -36,6 +34,7 @@ from sharder.checkpoint.staging import (
     staging_id,
 )
 from sharder.config import CheckpointConfig, UserError
+from sharder.facts import address_of
 
 ATTEMPT = "attempt.json"
 NOT_COPIED = "it was not copied to"
@@ -96,9 +95,18 @@ class RemoteRun(Mirror):
                     self._give_way()
                     self.get_run_files(self.run_dir)
 
+    def _read_attempt(self) -> dict | None:
+        try:
+            return self._read(ATTEMPT)
+        except Damaged:
+            raise UserError(
+                f"{self.url}/{ATTEMPT} is damaged, which says whose the run is: where no attempt of it goes on, remove that file and"
+                " give the same command again; it begins with the newest checkpoint there."
+            ) from None
+
     def _newest_attempt(self) -> dict:
         """Raises UserError where the address holds something else than a run."""
-        found = self._read(ATTEMPT)
+        found = self._read_attempt()
         if found is None:
             names = set(self._names()) - {"checkpoints", "config.json"}
             if names and not self._try(self._fs.exists, self._at("config.json")):
@@ -147,17 +155,21 @@ class RemoteRun(Mirror):
         newest = max(self.steps(), default=0)
         return [s for s in list_steps(self.run_dir) if s >= newest and not self._is_same(s)]
 
-    def bring(self, step: int) -> bool:
-        """Whether the checkpoint is here now."""
+    def bring(self, step: int, keep_damaged: bool = False) -> bool:
+        """Whether the checkpoint is here now, whole."""
         if self._is_same(step):
             return True
-        damage = self.get(self.run_dir, step)
+        damage = (self.copy if keep_damaged else self.get)(self.run_dir, step)
         if damage is None:
             self._fetched.add(step)
             self.say(f"the checkpoint of step {step} was fetched from {self.url}")
         else:
             self.say(f"the checkpoint of step {step} of {self.url} is no good: {damage}")
         return damage is None
+
+    def is_elsewhere(self) -> bool:
+        with self.reading():
+            return self._newest_attempt().get("staging") not in (None, self._id)
 
     def begin(self, run_id: str, number: int, back_to: int | None) -> int:
         """As the mirror's, and takes the run over from whoever had it."""
@@ -220,22 +232,20 @@ class RemoteRun(Mirror):
                     return candidate
         return before
 
-    def get(self, run_dir: Path, step: int) -> str | None:
+    def copy(self, run_dir: Path, step: int) -> str | None:
         """As the mirror's, and joins the parts of processes that did not share a folder."""
-        damage = super().get(run_dir, step)
-        if damage is None:
-            from sharder.checkpoint.orbax import join_parts
+        damage = super().copy(run_dir, step)
+        if damage is not None:
+            return damage
+        from sharder.checkpoint.orbax import join_parts
 
-            damage = join_parts(entry(run_dir, step))
-            if damage is not None:
-                shutil.rmtree(entry(run_dir, step))
-        return damage
+        return join_parts(entry(run_dir, step))
 
     # While it goes on.
 
     def check_ours(self) -> None:
         """Raises TakenOver where another attempt has begun."""
-        found = self._read(ATTEMPT) or {}
+        found = self._read_attempt() or {}
         if (found.get("attempt"), found.get("staging")) != (self._attempt["attempt"], self._id):
             raise TakenOver(
                 f"{self.url} was taken over: attempt {found.get('attempt')} began on {found.get('host')} while this one,"

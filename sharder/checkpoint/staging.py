@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import posixpath
 import re
 import secrets
 import shutil
@@ -16,21 +17,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from sharder.config import RunConfig, UserError
-from sharder.facts import OURS, is_address
+from sharder.facts import MARK, OURS, is_address
 from sharder.lock import InUse, take_lock, wait_for_lock
 
 VARIABLE = "SHARDER_STAGING"
 """Names the folder for all staging folders of this host."""
-MARK = ".staging"
 
 
 def base() -> Path:
     return Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "sharder" / "runs").expanduser().absolute()
 
 
+def normal(address: str) -> str:
+    """The one spelling of an address, which the name of its staging folder is made of."""
+    scheme, _, place = address.partition("://")
+    return f"{scheme}://{posixpath.normpath(place) if scheme == 'file' else place.rstrip('/')}"
+
+
 def staging_folder(address: str, ending: str = "") -> Path:
     """Where a run of this address lives here; the same for all processes of a host."""
-    address = address.rstrip("/")
+    address = normal(address)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", address.rsplit("/", 1)[-1])
     return base() / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}{ending}"
 
@@ -44,6 +50,8 @@ def check_address(text: str) -> None:
     absolute = scheme != "file" or slashes == "///"
     if scheme != scheme.lower() or not rest.strip("/") or not absolute or len(slashes) < 2:
         raise UserError(f"--run-dir {text} is no address: write gs://bucket/run, or file:///folder/run with the whole path.")
+    if scheme == "memory":
+        raise UserError(f"--run-dir {text} would be lost with the process: name a folder, or gs://bucket/run.")
 
 
 def settle(run_dir: str | Path, config: RunConfig) -> tuple[Path, RunConfig]:
@@ -55,23 +63,10 @@ def settle(run_dir: str | Path, config: RunConfig) -> tuple[Path, RunConfig]:
     check_address(str(run_dir))
     if not is_address(str(run_dir)):
         return Path(run_dir), config
-    address, mirror = str(run_dir).rstrip("/"), config.checkpoint.mirror
-    if mirror not in (None, address):
+    address, mirror = normal(str(run_dir)), config.checkpoint.mirror
+    if mirror is not None and normal(mirror) != address:
         raise UserError(f"--run-dir {address} keeps the checkpoints there: leave out --checkpoint.mirror {mirror}.")
     return staging_folder(address), replace(config, checkpoint=replace(config.checkpoint, mirror=address))
-
-
-def address_of(run_dir: Path) -> str | None:
-    """The address whose staging folder this is; None for any other folder."""
-    try:
-        return json.loads((run_dir / MARK).read_bytes())["address"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def name_of(run_dir: Path) -> str:
-    """What a run is called on every host: its address, or its folder."""
-    return address_of(run_dir) or str(run_dir.resolve())
 
 
 def staging_id(run_dir: Path, address: str) -> str:

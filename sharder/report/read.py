@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sharder.config import UserError
 from sharder.events import read_json_lines
-from sharder.facts import read_facts
+from sharder.facts import called, read_facts
 from sharder.report.ledgers import Ledgers, read_ledgers
 
 
@@ -56,7 +56,7 @@ def read_run(run_dir: Path) -> Recorded:
     ledgers = read_ledgers(run_dir)
     if not records and profile is None:
         raise UserError(
-            f"{run_dir} has no metrics: metrics.jsonl is missing or empty, since no step was finished or logged, and there is no"
+            f"{called(run_dir)} has no metrics: metrics.jsonl is missing or empty, since no step was finished or logged, and there is no"
             " profile/profile.json. Train it for a step, or profile into it."
         )
     cut = {"metrics.jsonl": cut_records, "events.jsonl": cut_events, "steps": ledgers.num_unreadable if ledgers else 0}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sharder.config import UserError
 from sharder.events import parse_json_lines
-from sharder.facts import config_of, read_facts
+from sharder.facts import called, config_of, read_facts
 from sharder.identity import differences
 
 # What is compared of a step, in the order in which one follows from the other, and how a difference is named.
@@ -47,7 +47,7 @@ def read_steps(run_dir: Path) -> tuple[dict[int, list[dict]], int]:
     """
     path = run_dir / "metrics.jsonl"
     if not path.exists():
-        raise UserError(f"{run_dir} has no metrics.jsonl: it is not a run, or has not finished a step.")
+        raise UserError(f"{called(run_dir)} has no metrics.jsonl: it is not a run, or has not finished a step.")
     lines = parse_json_lines(path)
     steps: dict[int, list[dict]] = {}
     for number, record in enumerate(lines):

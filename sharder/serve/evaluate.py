@@ -5,7 +5,7 @@ from pathlib import Path
 from sharder import checkpoint, cluster
 from sharder.config import RunConfig, UserError
 from sharder.data.open import open_datasets
-from sharder.facts import read_config
+from sharder.facts import called, read_config
 from sharder.preflight import with_reduction
 from sharder.train.evaluation import evaluate, make_eval_step
 from sharder.train.metrics import validation_fields
@@ -23,7 +23,9 @@ def evaluate_run(config: RunConfig, run_dir: Path, step: int | None) -> str:
     setup = prepare(with_reduction(config, "fast"))
     training, validation = open_datasets(with_kept_tokenizer(run_dir, config))
     if validation is None:
-        raise UserError(f"{run_dir} holds out no data: --data.validation-fraction is {config.data.validation_fraction}.")
+        raise UserError(
+            f"{called(run_dir)} holds out no data: --data.validation-fraction is {config.data.validation_fraction}."
+        )
     check_data(run_dir, step, training)
     params = restore_params(setup, run_dir, step)
     loss, num_examples = evaluate(make_eval_step(setup), params, validation, setup)
@@ -40,5 +42,5 @@ def check_split(config: RunConfig, run_dir: Path) -> None:
         if before != now:
             option = f"--data.{name.replace('_', '-')}"
             raise UserError(
-                f"{option} is {now!r}, but {run_dir} was trained with {before!r}: leave it out, to evaluate what was held out."
+                f"{option} is {now!r}, but {called(run_dir)} was trained with {before!r}: leave it out, to evaluate what was held out."
             )

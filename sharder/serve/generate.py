@@ -17,6 +17,7 @@ from sharder import checkpoint, cluster
 from sharder.checkpoint.restore import restore
 from sharder.config import LANGUAGE_MODELS, ModelConfig, ParallelConfig, RunConfig, UserError
 from sharder.data.tokenize import Tokenizer, open_tokenizer
+from sharder.facts import called
 from sharder.models.build import declare, unflatten
 from sharder.ops.layout import SINGLE, Layout
 from sharder.serve.sampling import Sampling
@@ -145,7 +146,7 @@ def generate_text(
     Raises UserError where the run, the mesh, the prompt or the lengths do not allow it.
     """
     if not isinstance(config.model, LANGUAGE_MODELS):
-        raise UserError(f"{run_dir} is a run of {type(config.model).__name__}, which has no text to generate.")
+        raise UserError(f"{called(run_dir)} is a run of {type(config.model).__name__}, which has no text to generate.")
     tokenizer = open_tokenizer(with_kept_tokenizer(run_dir, config).data.tokenizer)
     ids = encode_prompt(tokenizer, prompt)
     check_request(config.model, len(ids), max_new_tokens, sampling)

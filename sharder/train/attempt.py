@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sharder import checkpoint
-from sharder.checkpoint.staging import name_of
 from sharder.config import RunConfig, UserError
-from sharder.facts import read_config, read_facts
+from sharder.facts import called, name_of, read_config, read_facts
 from sharder.identity import differences
 
 REWOUND = ".rewound"
@@ -72,7 +71,7 @@ def resume_branch(attempt: Attempt, branch: Branch, facts: dict, steps: list[int
         if origin.get("run") != name_of(branch.run_dir) or branch.step not in (None, origin.get("step")):
             was = f"was branched from {origin['run']}@{origin['step']}" if origin else "is no branch"
             raise UserError(
-                f"{attempt.run_dir} holds a run already, which {was}: choose another --run-dir for a branch from {branch.run_dir}, or"
+                f"{called(attempt.run_dir)} holds a run already, which {was}: choose another --run-dir for a branch from {called(branch.run_dir)}, or"
                 " leave --resume-from out to continue it."
             )
         return attempt if steps else replace(attempt, resume_step=origin["step"], source=branch.run_dir.resolve())
@@ -80,7 +79,7 @@ def resume_branch(attempt: Attempt, branch: Branch, facts: dict, steps: list[int
     later = [s for s in steps if s > step]
     if later and not branch.rewind:
         raise UserError(
-            f"{attempt.run_dir} has checkpoints up to step {later[-1]}: to go back to step {step}, add --rewind; the later ones"
+            f"{called(attempt.run_dir)} has checkpoints up to step {later[-1]}: to go back to step {step}, add --rewind; the later ones"
             f" ({', '.join(map(str, later))}) are then set aside, not overwritten. Or begin another --run-dir from it."
         )
     return replace(attempt, resume_step=step, rewinds=bool(later), reached=step)
@@ -108,4 +107,6 @@ def describe_branch(attempt: Attempt, config: RunConfig) -> str:
     """Where a branch begins, and what it does otherwise than the run that it leaves."""
     differ = differences(read_config(attempt.source), config)
     listed = "".join(f"\n- {option} was {before!r}, is {after!r}" for option, before, after in differ)
-    return f"branched from {attempt.source}@{attempt.resume_step}" + (f", with other settings:{listed}" if differ else "")
+    return f"branched from {called(attempt.source)}@{attempt.resume_step}" + (
+        f", with other settings:{listed}" if differ else ""
+    )

@@ -17,11 +17,11 @@ from sharder.agreement import PeerLost, agree, decide, exchange
 from sharder.checkpoint.mirror import Mirror
 from sharder.checkpoint.remote import open_store
 from sharder.checkpoint.save import SAVE_TIMEOUT_S, Saver
-from sharder.checkpoint.staging import address_of
 from sharder.config import RunConfig, UserError
 from sharder.data.loader import open_loader
 from sharder.data.open import open_datasets, open_order
 from sharder.events import EventLog
+from sharder.facts import address_of, called
 from sharder.identity import shared_settings
 from sharder.place import without_place
 from sharder.preflight import with_reduction
@@ -39,6 +39,7 @@ from sharder.train.opening import (
     compile_ahead,
     data_facts,
     interrupted_evaluation,
+    is_over,
     machine_facts,
     open_run,
     open_writers,
@@ -92,10 +93,9 @@ def run(
     attempt = agree_on_attempt(run_dir, resume, config, lock, branch, store)
     config = with_reduction(config, attempt.reduction)
     unevaluated = decide(lambda: {"record": interrupted_evaluation(run_dir, attempt.resume_step)})["record"]
-    is_over = attempt.resume_step is not None and attempt.resume_step >= config.train.steps and attempt.source is None
-    if is_over and unevaluated is None:
+    if is_over(attempt, config, unevaluated):
         say(
-            f"{run_dir} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}."
+            f"{called(run_dir)} is finished: its last checkpoint is of step {attempt.resume_step}, --train.steps is {config.train.steps}."
         )
         cluster.shutdown()
         return 0

@@ -17,6 +17,7 @@ from sharder.data.dataset import Dataset
 from sharder.data.open import write_assets
 from sharder.data.order import Order
 from sharder.events import EventLog, read_json_lines
+from sharder.facts import address_of
 from sharder.exactness import untested
 from sharder.instrument.flops import count_step, step_flops_6nd, tokens_of_example
 from sharder.instrument.peak import matrix_ceiling
@@ -57,6 +58,12 @@ def interrupted_evaluation(run_dir: Path, step: int | None) -> dict | None:
     return next((r for r in reversed(read_json_lines(run_dir / "metrics.jsonl")[0]) if r.get("step") == step), None)
 
 
+def is_over(attempt: Attempt, config: RunConfig, unevaluated: dict | None) -> bool:
+    """Whether nothing is left to do. `unevaluated`: as `interrupted_evaluation` found."""
+    reached = attempt.resume_step is not None and attempt.resume_step >= config.train.steps
+    return reached and attempt.source is None and unevaluated is None
+
+
 def restore(
     setup: Setup, attempt: Attempt, snapshots: Snapshots, events: EventLog, store: Mirror | None
 ) -> tuple[TrainState | None, int]:
@@ -85,7 +92,9 @@ def agree_on_attempt(
         if store is not None and resume != "never":
             store.bring_newest(run_dir, branch.step if branch is not None and branch.run_dir == run_dir else None)
         attempt = open_attempt(run_dir, resume, config, branch)
-        if store is not None:
+        over = is_over(attempt, config, interrupted_evaluation(run_dir, attempt.resume_step))
+        # Where nothing is to be done a run that goes on elsewhere is left alone.
+        if store is not None and not (over and store.is_elsewhere()):
             back_to = attempt.resume_step if attempt.rewinds else None
             attempt = replace(attempt, number=store.begin(attempt.run_id, attempt.number, back_to))
         return {**asdict(attempt), "run_dir": str(run_dir), "source": attempt.source and str(attempt.source)}
@@ -137,13 +146,13 @@ def open_run(setup: Setup, attempt: Attempt, training: Dataset, order: Order) ->
         events.write("set_aside", name=name, reason=reason)
     mesh, size = setup.plan.mesh, plan["bytes_per_device"]
     began = "from the start" if attempt.resume_step is None else f"resumed at step {attempt.resume_step}"
-    epoch = f"epoch of {order.steps_per_epoch} steps"
+    address, epoch = address_of(run_dir), f"epoch of {order.steps_per_epoch} steps"
     print(
         f"{setup.declared.num_params:,} parameters; policy {setup.plan.policy}, mesh data {mesh.data} x fsdp {mesh.fsdp} x tensor"
         f" {mesh.tensor}, {jax.process_count()} process(es); per device {size['params']:,} bytes of parameters,"
         f" {size['opt_state']:,} of optimizer state\n"
         f"{account(config, mesh.num_replicas)}; {epoch}, data SHA-256 {training.fingerprint[:16]}...\n"
-        f"attempt {attempt.number}, {began}, to step {config.train.steps}; {run_dir}",
+        f"attempt {attempt.number}, {began}, to step {config.train.steps}; {address + ', staged in ' if address else ''}{run_dir}",
         flush=True,
     )
     return events

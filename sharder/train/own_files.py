@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sharder.config import RunConfig, UserError
 from sharder.data.tokenize import KINDS, open_tokenizer
+from sharder.facts import called
 
 
 def kept_tokenizer(run_dir: Path) -> Path | None:
@@ -39,7 +40,7 @@ def with_kept_tokenizer(run_dir: Path, config: RunConfig) -> RunConfig:
     given = Path(config.data.tokenizer).expanduser()
     if given.is_file() and open_tokenizer(str(given)).fingerprint != open_tokenizer(str(copy)).fingerprint:
         raise UserError(
-            f"--data.tokenizer {given} is not the tokenizer that {run_dir} was started with, which is kept as {copy}: give that, or"
+            f"--data.tokenizer {given} is not the tokenizer that {called(run_dir)} was started with, which is kept as {copy}: give that, or"
             " choose another --run-dir."
         )
     return replace(config, data=replace(config.data, tokenizer=str(copy)))

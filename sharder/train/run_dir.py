@@ -12,7 +12,7 @@ from sharder import checkpoint
 from sharder.checkpoint.save import SaveFailed
 from sharder.config import RunConfig, UserError, config_hash, from_dict, to_dict
 from sharder.events import end_with_newline, read_json_lines
-from sharder.facts import config_of, is_run, read_config, read_facts
+from sharder.facts import address_of, called, config_of, is_run, read_config, read_facts
 from sharder.identity import differences
 from sharder.lock import InUse, take_lock
 from sharder.train.attempt import Attempt, Branch, begin_branch, lasting_facts, resume_branch, rewind
@@ -72,19 +72,19 @@ def open_attempt(run_dir: Path, resume: Resume, config: RunConfig, branch: Branc
     """Decides where an attempt begins; touches nothing that exists. Raises UserError where it must not begin."""
     if not is_run(run_dir):
         if resume == "must":
-            raise UserError(f"--resume is must, but {run_dir} holds no run.")
+            raise UserError(f"--resume is must, but {called(run_dir)} holds no run.")
         new = Attempt(run_dir, 1, None, config.parallel.reduction, secrets.token_hex(8))
         return new if branch is None else begin_branch(new, branch)
     if resume == "never":
-        raise UserError(f"{run_dir} holds a run already: choose another --run-dir, or continue it with --resume auto.")
+        raise UserError(f"{called(run_dir)} holds a run already: choose another --run-dir, or continue it with --resume auto.")
     config = replace(config, parallel=replace(config.parallel, reduction=mode_asked_for(run_dir, config)))
     facts = read_facts(run_dir)
-    check_settings(config_of(facts, run_dir), config, f"{run_dir} was started")
+    check_settings(config_of(facts, run_dir), config, f"{called(run_dir)} was started")
     steps = checkpoint.list_steps(run_dir)
     if steps:
         check_saved_settings(run_dir, steps[-1], config)
     if not steps and resume == "must":
-        raise UserError(f"--resume is must, but {run_dir} holds no checkpoint.")
+        raise UserError(f"--resume is must, but {called(run_dir)} holds no checkpoint.")
     events, _ = read_json_lines(run_dir / "events.jsonl")
     if not steps:
         check_nothing_lost(run_dir, events)
@@ -111,7 +111,7 @@ def check_saved_settings(run_dir: Path, step: int, config: RunConfig) -> None:
     """As `check_settings`, with the settings that stand in the checkpoint itself."""
     saved = checkpoint.read_manifest(run_dir, step).get("config")
     if saved is not None:
-        check_settings(from_dict(saved), config, f"{checkpoint.entry(run_dir, step)} was saved")
+        check_settings(from_dict(saved), config, f"{checkpoint.shown(run_dir, step)} was saved")
 
 
 def furthest_step(run_dir: Path) -> int:
@@ -141,10 +141,12 @@ def check_nothing_lost(run_dir: Path, events: list[dict]) -> None:
     others = checkpoint.list_others(run_dir)
     if not saved and not any((checkpoint.folder(run_dir) / name / "manifest.json").exists() for name in others):
         return
-    had = f"it saved checkpoints up to step {saved[-1]}" if saved else "it had checkpoints"
+    had, where = f"it saved checkpoints up to step {saved[-1]}" if saved else "it had checkpoints", checkpoint.folder(run_dir)
+    listed = ", ".join(f"{name} ({checkpoint.fault(where / name)})" for name in others) or "nothing"
     raise UserError(
-        f"{run_dir} holds no checkpoint that can be read, although {had}; in {checkpoint.folder(run_dir)} there is:"
-        f" {', '.join(f'{name} ({checkpoint.fault(checkpoint.folder(run_dir) / name)})' for name in others) or 'nothing'}. Restore one with its manifest.json under its step's name, or begin again in another --run-dir."
+        f"{called(run_dir)} holds no checkpoint that can be read, although {had}; in {where} there is: {listed}. Restore one"
+        f" with its manifest.json under its step's name{f', in {address_of(run_dir)}' if address_of(run_dir) else ''}, or begin"
+        " again in another --run-dir."
     )
 
 

@@ -18,6 +18,7 @@ from sharder.checkpoint.restore import check_leaves, restore
 from sharder.config import UserError, config_hash, to_dict
 from sharder.data.dataset import Dataset
 from sharder.events import EventLog
+from sharder.facts import called
 from sharder.models.build import unflatten
 from sharder.train.fingerprint import differing, hex_digest
 from sharder.train.setup import Setup
@@ -57,11 +58,11 @@ def check_data(run_dir: Path, step: int, dataset: Dataset) -> None:
     """Raises UserError where the data of a resumed run is not what it was."""
     saved = checkpoint.read_manifest(run_dir, step).get("data")
     if not isinstance(saved, dict) or not {"fingerprint", "num_examples"} <= saved.keys():
-        where = checkpoint.entry(run_dir, step) / "manifest.json"
+        where = f"{checkpoint.shown(run_dir, step)}/manifest.json"
         raise UserError(f"{where} does not say what data the run was trained on. {checkpoint.way_out(run_dir, step)}")
     if (saved["fingerprint"], saved["num_examples"]) != (dataset.fingerprint, len(dataset)):
         raise UserError(
-            f"{run_dir} was trained on other data: {saved['num_examples']} examples, SHA-256 {str(saved['fingerprint'])[:16]}...; now"
+            f"{called(run_dir)} was trained on other data: {saved['num_examples']} examples, SHA-256 {str(saved['fingerprint'])[:16]}...; now"
             f" there are {len(dataset)}, SHA-256 {dataset.fingerprint[:16]}.... Give the run's own --data.path and settings of the"
             " data (--data.seq-len, --data.validation-fraction, --data.validation-split, --data.tokenizer), or another --run-dir."
         )
@@ -78,6 +79,8 @@ def restore_newest(
             state = restore_state(setup, run_dir, step)
             if jax.process_index() == 0:
                 note_verified(checkpoint.entry(run_dir, step))
+                if damage:
+                    print(f"resumed at step {step} in its place", flush=True)
             return state, step
         except checkpoint.Damaged as error:
             damage.append(str(error))
@@ -89,7 +92,7 @@ def restore_newest(
         if store is not None:
             store.bring_to_all(step)
     raise UserError(
-        f"no checkpoint of {run_dir} is what was saved, from step {newest} down; all were set aside. Restore one from a copy, or begin"
+        f"no checkpoint of {called(run_dir)} is what was saved, from step {newest} down; all were set aside. Restore one from a copy, or begin"
         " again in another --run-dir."
     )
 
@@ -109,14 +112,14 @@ def restore_state(setup: Setup, run_dir: Path, step: int) -> TrainState:
     abstract = declare_state(setup.config, setup.declared)
     leaves = read_together(setup, run_dir, step, with_shardings(abstract, setup.state_shardings))
     if int(leaves["step"]) != step:
-        raise checkpoint.Damaged(f"{checkpoint.entry(run_dir, step)} is damaged: its state is of step {int(leaves['step'])}.")
+        raise checkpoint.Damaged(f"{checkpoint.shown(run_dir, step)} is damaged: its state is of step {int(leaves['step'])}.")
     return from_paths(abstract, leaves)
 
 
 def check_fits(setup: Setup, run_dir: Path, step: int) -> None:
     """Raises UserError where a checkpoint has other leaves than the state of this configuration."""
     target = with_shardings(declare_state(setup.config, setup.declared), setup.state_shardings)
-    check_leaves(checkpoint.read_manifest(run_dir, step), target, str(checkpoint.entry(run_dir, step)))
+    check_leaves(checkpoint.read_manifest(run_dir, step), target, checkpoint.shown(run_dir, step))
 
 
 def restore_params(setup: Setup, run_dir: Path, step: int) -> dict:
@@ -150,6 +153,6 @@ def verify_leaves(run_dir: Path, step: int, leaves: dict[str, jax.Array], replic
     differ = differing(leaves, saved, replicated)
     if differ:
         raise checkpoint.Damaged(
-            f"{checkpoint.entry(run_dir, step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"
+            f"{checkpoint.shown(run_dir, step)} is damaged: {len(differ)} of {len(leaves)} leaves are not what was saved"
             f" ({', '.join(differ[:5])}). {checkpoint.way_out(run_dir, step)}"
         )

@@ -11,6 +11,7 @@ from sharder.checkpoint.save import Saver
 from sharder.config import LlamaConfig, RunConfig, UserError
 from sharder.data.open import open_datasets
 from sharder.events import EventLog
+from sharder.facts import called
 from sharder.models.build import declare, unflatten
 from sharder.models.llama_weights import read_params, write_params
 from sharder.train.fingerprint import combine, digests
@@ -55,7 +56,7 @@ def import_weights(config: RunConfig, folder: Path, run_dir: Path) -> str:
     saver = Saver(run_dir, config.checkpoint, EventLog(run_dir, 1))
     saver.save(0, leaves, describe_save(setup, training, list(leaves), fingerprint, found))
     saver.close()
-    return f"{run_dir}: step 0 has the weights of {folder}, {setup.declared.num_params:,} parameters, fingerprint {fingerprint}"
+    return f"{called(run_dir)}: step 0 has the weights of {folder}, {setup.declared.num_params:,} parameters, fingerprint {fingerprint}"
 
 
 def export_weights(config: RunConfig, run_dir: Path, step: int | None, folder: Path) -> str:
@@ -65,4 +66,4 @@ def export_weights(config: RunConfig, run_dir: Path, step: int | None, folder: P
     wanted = declare(config.model).params
     saved = restore_numpy(run_dir, step)
     write(folder, config.model, {path: saved[f"params/{path}"] for path in wanted})
-    return f"{folder}: weights of step {step} of {run_dir}"
+    return f"{folder}: weights of step {step} of {called(run_dir)}"

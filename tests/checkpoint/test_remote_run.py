@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -19,6 +20,8 @@ from sharder.checkpoint.staging import VARIABLE, base, settle, staging_folder
 from sharder.config import UserError
 from sharder.events import read_json_lines
 from sharder.report.verify import compare
+from sharder.serve.checkpoints import list_others
+from sharder.serve.checkpoints import run as run_checkpoints
 from sharder.stop import StopRequest
 from sharder.train.attempt import parse_branch
 from sharder.train.loop import train
@@ -56,6 +59,10 @@ def go(url, steps=12, resume="auto", branch=None, **checkpoint_fields):
 
 def on_host(monkeypatch, tmp_path, name):
     monkeypatch.setenv(VARIABLE, str(tmp_path / name))
+
+
+def checkpoints(arguments):
+    return run_checkpoints(arguments, "")
 
 
 def there(url):
@@ -333,3 +340,55 @@ def test_what_is_nearly_an_address_is_no_folder(text):
 @pytest.mark.parametrize("text", ["runs/a", "/tmp/a:b/run", "gs://bucket/run", "file:///folder/run"])
 def test_folders_and_addresses_are_taken(text):
     settle(text, made(5))
+
+
+def test_a_command_with_nothing_to_do_leaves_a_run_that_goes_on_elsewhere_alone(url, tmp_path, monkeypatch, capsys):
+    assert go(url, 2) == 0
+    owner = Flaky.store["/bucket/run/attempt.json"].getvalue()
+    on_host(monkeypatch, tmp_path, "other")
+    assert go(url, 2) == 0
+    assert f"{url} is finished: its last checkpoint is of step 2" in capsys.readouterr().out
+    assert Flaky.store["/bucket/run/attempt.json"].getvalue() == owner
+
+
+def test_a_checkpoint_that_lacks_a_file_there_is_named(url, capsys):
+    assert go(url) == 0
+    missing = max((p for p in Flaky.store if "/12/params/d/" in p), key=lambda p: Flaky.store[p].size)
+    del Flaky.store[missing]
+    with pytest.raises(UserError, match=f"{url}/checkpoints/12 is damaged: .* is missing. Use one before it"):
+        checkpoints(bring_near("checkpoints", [url, "--verify", "--step", "12"]))
+    assert checkpoints(bring_near("checkpoints", [url, "--verify"])) == 1
+    out = capsys.readouterr().out
+    assert f"12: not a checkpoint ({missing.partition('/12/')[2]} is missing)" in out and "step       10  verified" in out
+    with pytest.raises(UserError, match=f"{url} holds no checkpoint of step 11; it has .10, 12."):
+        bring_near("eval", [url, "--step", "11"])
+    capsys.readouterr()
+    assert checkpoint.list_steps(Path(bring_near("eval", [url])[0])) == [10]
+    assert "is no good: " in capsys.readouterr().out
+
+
+def test_a_manifest_that_is_not_what_was_written_there_is_named(url, capsys):
+    save(attempt(url), 12)
+    with fsspec.filesystem("flaky").open("flaky://bucket/run/checkpoints/12/manifest.json", "wb") as file:
+        file.write(b"{")
+    list_others(Path(bring_near("checkpoints", [url])[0]))
+    assert "12: not a checkpoint (its manifest.json cannot be read" in capsys.readouterr().out
+
+
+def test_an_attempt_file_that_cannot_be_read_has_a_way_out(url):
+    attempt(url)
+    Flaky.store["/bucket/run/attempt.json"].seek(0)
+    Flaky.store["/bucket/run/attempt.json"].truncate(1)
+    with pytest.raises(UserError, match=f"{url}/attempt.json is damaged, .* remove that file"):
+        attempt(url)
+
+
+def test_one_place_has_one_staging_folder(tmp_path):
+    assert staging_folder("file:///a//b/../c/") == staging_folder("file:///a/c")
+    assert settle("file:///a//b/../c", made(5))[1].checkpoint.mirror == "file:///a/c"
+    assert staging_folder("gs://bucket/a//b") != staging_folder("gs://bucket/a/b")
+
+
+def test_memory_of_the_process_is_no_place_for_a_run():
+    with pytest.raises(UserError, match="--run-dir memory://x would be lost with the process: name a folder"):
+        settle("memory://x", made(5))

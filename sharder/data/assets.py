@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sharder.config import UserError
 from sharder.data.chunks import expand_mask
+from sharder.data.lerobot.info import SCENE
+from sharder.data.lerobot.source import LeRobotSource
 from sharder.data.mixture import Mixture
 from sharder.data.normalize import Normalization, write_norm_stats
 from sharder.data.robot_dataset import RobotDataset
@@ -93,6 +95,9 @@ def write_assets(folder: Path, training: RobotDataset | Mixture) -> None:
             write_norm_stats(own, part.norm_stats)
         own.mkdir(parents=True, exist_ok=True)
         (own / ROBOT).write_text(json.dumps(asdict(usage_of(part)), indent=2))
+        source = part.numbers.source
+        if isinstance(source, LeRobotSource) and (scene := source.info.root / "meta" / SCENE).is_file():
+            shutil.copy(scene, own)
 
 
 def read_usage(folder: Path) -> Usage | None:

@@ -89,11 +89,12 @@ def evaluate(arguments: list[str]) -> int:
     from sharder.sim.evaluate import evaluate_policy
     from sharder.sim.moving_picture import write_gif
 
-    for task in tasks:  # says what is missing before weights are read
-        metaworld.open_world(task, trials.scene())[0].close()
-    cluster.initialize(cluster_config)
     found, say = find(*where), (lambda line: None) if as_json else (lambda line: print(line, flush=True))
-    told, episodes = evaluate_policy(open_policy(found, *how), tasks, trials, say)
+    scene = trials.scene(metaworld.read_scene(found.assets))
+    for task in tasks:  # says what is missing before weights are read
+        metaworld.open_world(task, scene)[0].close()
+    cluster.initialize(cluster_config)
+    told, episodes = evaluate_policy(open_policy(found, *how), tasks, trials, scene, say)
     video = trials.video or (where[0] / "figures" / "closed_loop.gif" if (where[0] / "config.json").is_file() else None)
     told |= {"policy": found.name, "video": str(video) if video and episodes else None}
     if told["video"]:

@@ -12,13 +12,13 @@ from sharder.sim.options import Trials
 
 
 def evaluate_policy(
-    policy: Policy, tasks: Sequence[str], trials: Trials, say: Callable[[str], None] = print
+    policy: Policy, tasks: Sequence[str], trials: Trials, scene: metaworld.Scene, say: Callable[[str], None] = print
 ) -> tuple[dict, list[Episode]]:
-    """(what came of it, as plain values; the first episodes of each task).
+    """(what came of it, as plain values; the first episodes of each task), in `scene`, but for the cameras: the policy has them.
 
     Raises UserError where the policy is of another robot.
     """
-    scene, horizon = dataclasses.replace(trials.scene(), cameras=cameras_of(policy)), policy.model.action_horizon
+    scene, horizon = dataclasses.replace(scene, cameras=cameras_of(policy)), policy.model.action_horizon
     replan_every = trials.replan_every or max(1, horizon // 2)
     require(replan_every <= horizon, "replan_every", replan_every, f"at most {horizon}, the actions of a chunk")
     tallies, episodes = [], []

@@ -1,5 +1,6 @@
 """Meta-World (arXiv:1910.10897) as a robot meets it: what its cameras see, what its arm does, and whether the task is done."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sharder.config import UserError, require
+from sharder.data.lerobot.info import SCENE
 
 SENTENCES = {
     "reach-v3": "Reach the red target with the gripper.",
@@ -42,6 +44,21 @@ class Scene:
         for name in ("hold", "max_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(self.image_size >= 16 and self.image_size % 2 == 0, "image_size", self.image_size, "an even number from 16 on")
+
+
+def read_scene(assets: Path | None) -> Scene:
+    """That of the demonstrations of a policy, by the assets that lie with its weights; the usual one where they do not say.
+
+    Raises UserError where the file is damaged.
+    """
+    path = None if assets is None else assets / SCENE
+    if path is None or not path.is_file():
+        return Scene()
+    try:
+        values = json.loads(path.read_text())
+        return Scene(**{**values, "cameras": tuple(values["cameras"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} cannot be read: {error}. Restore it from the dataset's meta, or remove it.") from None
 
 
 def sentence(task: str) -> str:

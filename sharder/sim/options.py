@@ -1,6 +1,6 @@
 """What the user chooses about an evaluation in closed loop. Imports no jax: the command line shows its defaults at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sharder.config import require
@@ -19,12 +19,11 @@ class Trials:
     """Actions of a chunk that are done before the policy looks again; unset: half of the chunk."""
     blank_images: bool = False
     """Show black pictures: a policy that looks must become worse."""
-    image_size: int = Scene.image_size
-    """Of the pictures, as recorded: pixels along each side."""
-    shadows: bool = Scene.shadows
-    """Draw them, as recorded."""
-    hold: int = Scene.hold
-    """Simulator steps for which an action is held, as recorded."""
+    image_size: int | None = None
+    """Of the pictures, in pixels along each side; unset: as recorded (assets/scene.json), like the next two."""
+    shadows: bool | None = None
+    hold: int | None = None
+    """Simulator steps for which an action is held."""
     max_steps: int = Scene.max_steps
     """Actions after which an episode counts as failed."""
     video: Path | None = None
@@ -37,8 +36,9 @@ class Trials:
         require(self.replan_every is None or self.replan_every >= 1, "replan_every", self.replan_every, "at least 1")
         for name in ("seed", "video_episodes"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        self.scene()
+        self.scene(Scene())
 
-    def scene(self) -> Scene:
-        """But for the cameras, which the policy decides."""
-        return Scene(image_size=self.image_size, shadows=self.shadows, hold=self.hold, max_steps=self.max_steps)
+    def scene(self, recorded: Scene) -> Scene:
+        """That of the demonstrations, with what was given in its place."""
+        given = {"image_size": self.image_size, "shadows": self.shadows, "hold": self.hold, "max_steps": self.max_steps}
+        return replace(recorded, **{name: value for name, value in given.items() if value is not None})

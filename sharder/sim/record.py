@@ -1,7 +1,8 @@
 """Demonstrations by Meta-World's scripted experts, written as a LeRobot dataset."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import numpy as np
 import tyro
 
 from sharder.config import UserError, require
+from sharder.data.lerobot.info import SCENE
 from sharder.data.lerobot.write import DatasetWriter, Encoding
 from sharder.sim.episode import plan_of_expert, play
 from sharder.sim.metaworld import ACTION, STATE, Scene, open_world, sentence
@@ -76,4 +78,6 @@ def record(recording: Recording, out: Path, say: Callable[[str], None] = print) 
         world.close()
         say(f"{task}: {kept} episodes from {seed - recording.seed} seeds")
     writer.close()
+    scene = {field.name: getattr(recording, field.name) for field in fields(Scene)}
+    (out / "meta" / SCENE).write_text(json.dumps(scene, indent=4))
     say(f"{out}: {len(writer.episodes)} episodes, {writer.num_frames} frames")

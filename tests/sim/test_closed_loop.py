@@ -80,6 +80,7 @@ def run(tmp_path_factory):
     """Of a policy that Meta-World's robot could ask, with parameters drawn at random."""
     data = tmp_path_factory.mktemp("data") / "d"
     make(data, cameras={"observation.images.corner2": (16, 16)}, state_dim=4, action_dim=4)
+    (data / "meta" / "scene.json").write_text(json.dumps(dataclasses.asdict(Scene(("corner2", "topview"), 16, hold=3))))
     config = small_robot()
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=str(data), workers=0, validation_fraction=0.0),
@@ -103,8 +104,6 @@ def test_the_command_counts_and_draws(run, on_the_lane, capsys):
         "3",
         "--max-steps",
         "4",
-        "--image-size",
-        "16",
         "--json",
         "--seed",
         "1",
@@ -115,6 +114,8 @@ def test_the_command_counts_and_draws(run, on_the_lane, capsys):
     assert task["prompt"] == "Reach the red target with the gripper."  # the dataset knows two tasks
     assert task["episodes"] == 3 and task["first_seed"] == 1 and len(task["succeeded"]) == 3
     assert (told["cameras"], told["replan_every"], told["blank_images"]) == (["corner2"], 3, False)
+    # As the demonstrations were recorded, but for what was given.
+    assert (told["image_size"], told["hold"], told["shadows"], told["max_steps"]) == (16, 3, False, 4)
     with Image.open(run / "figures" / "closed_loop.gif") as gif:
         shown_ms = sum(gif.seek(n) or gif.info["duration"] for n in range(gif.n_frames))  # equal pictures are one
         assert gif.size == (32, 32) and shown_ms == 2 * (3 * 100 + 1000) and task["num_actions"] == [4, 4, 4]
@@ -153,6 +154,19 @@ def test_wrong_arguments_are_one_message(run, on_the_lane, arguments, message, c
     with pytest.raises((UserError, SystemExit)) as raised:
         commands.evaluate([str(run), *(["--sim", "metaworld"] if "--sim" not in arguments else []), *arguments])
     assert message in str(raised.value) + capsys.readouterr().err
+
+
+def test_what_was_recorded_otherwise_is_played_otherwise_and_said(run, on_the_lane, capsys):
+    assert commands.evaluate([str(run), "--sim", "metaworld", "--episodes", "1", "--hold", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hold"] == 1
+
+
+def test_a_damaged_scene_is_named(tmp_path):
+    assert metaworld.read_scene(tmp_path) == metaworld.read_scene(None) == Scene()
+    for damaged in ("{", '{"cameras": ["corner2"], "zoom": 2}', "{}"):
+        (tmp_path / "scene.json").write_text(damaged)
+        with pytest.raises(UserError, match="scene.json cannot be read: .*Restore it from the dataset's meta"):
+            metaworld.read_scene(tmp_path)
 
 
 def stand_in(cameras, state=("observation.state",), state_dim=4, num_actions=4):

@@ -11,7 +11,7 @@ from sharder.data.lerobot.lints import lint_duplicates
 from sharder.data.lerobot.source import open_lerobot
 from sharder.sim.commands import record as command
 from sharder.sim.episode import plan_of_expert, play
-from sharder.sim.metaworld import Scene, sentence
+from sharder.sim.metaworld import Scene, read_scene, sentence
 from sharder.sim.record import wander
 
 
@@ -78,6 +78,7 @@ def test_recorded_demonstrations_are_a_dataset(tmp_path):
         "--out", out, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert read_scene(out / "meta") == Scene(("corner2", "topview"), 32)
     source = open_lerobot(out)
     assert not lint_duplicates(source, ["observation.state"])
     assert len(source.lengths) == 2 and source.tasks == {0: "Reach the red target with the gripper."}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sharder.config import UserError
 
+SCENE = "scene.json"
+"""In `meta` of a dataset that was recorded in a simulator, and among the assets of what was trained on it."""
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 CAMERA_DTYPES = ("video", "image")
 TEXT_DTYPES = ("string", "language")

@@ -99,11 +99,20 @@ def _slot_findings(config: RunConfig, num_replicas: int, num_examples: int | Non
     if batch % unit == 0:
         return []
     per_replica = f" x --train.microbatch-size {micro}" if micro else ""
-    message = (
-        f"--train.global-batch-size is {batch}, which does not divide over {num_replicas} replicas{per_replica}:"
-        f" use {either(around(batch, unit))}."
-    )
-    return [Finding("batch", message, _whole_batch(batch, unit, num_examples), "--train.global-batch-size", factor=unit)]
+    text = f"--train.global-batch-size is {batch}, which does not divide over {num_replicas} replicas{per_replica}: use"
+    text += f" {either(around(batch, unit))}"
+    if batch % num_replicas == 0:  # smaller microbatches train the same
+        nearest, fits = _microbatch_that_fits(batch // num_replicas, micro)
+        message = f"{text}, or --train.microbatch-size one of {fits}."
+        return [Finding("batch", message, nearest, "--train.microbatch-size", factor=unit)]
+    nearest = _whole_batch(batch, unit, num_examples)
+    return [Finding("batch", f"{text}.", nearest, "--train.global-batch-size", factor=unit)]
+
+
+def _microbatch_that_fits(size: int, micro: int) -> tuple[dict[str, int], list[int]]:
+    """The microbatch nearest to `micro` that divides `size` examples, and all that do."""
+    fits = [m for m in range(1, size + 1) if size % m == 0]
+    return {"--train.microbatch-size": min(fits, key=lambda m: abs(m - micro))}, fits
 
 
 def _worker_findings(config: RunConfig, num_replicas: int, num_examples: int | None) -> list[Finding]:
@@ -129,9 +138,8 @@ def _worker_findings(config: RunConfig, num_replicas: int, num_examples: int | N
         ]
     size = batch // workers
     if micro and size % micro:
-        fits = [m for m in range(1, size + 1) if size % m == 0]
+        nearest, fits = _microbatch_that_fits(size, micro)
         message = f"--train.microbatch-size is {micro}, which does not divide the {size} examples of a virtual worker: use one of {fits}."
-        nearest = {"--train.microbatch-size": min(fits, key=lambda m: abs(m - micro))}
         return [Finding("batch", message, nearest, "--train.microbatch-size", factor=micro)]
     return []
 

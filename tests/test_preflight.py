@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 from small import needs_tested_jax, small
@@ -96,10 +97,17 @@ def test_batch_accounting_multiplies_to_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    "batch, micro, replicas, nearest", [(30, None, 4, "28 or 32"), (3, None, 4, "4"), (60, 4, 4, "48 or 64")]
+    "batch, micro, replicas, nearest",
+    [
+        (30, None, 4, "28 or 32."),
+        (3, None, 4, "4."),
+        (30, 4, 4, "16 or 32."),
+        (60, 4, 4, "48 or 64, or --train.microbatch-size one of [1, 3, 5, 15]."),
+        (32, 64, 1, "64, or --train.microbatch-size one of [1, 2, 4, 8, 16, 32]."),
+    ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(batch, micro, replicas, nearest):
-    with pytest.raises(UserError, match=f"use {nearest}"):
+    with pytest.raises(UserError, match=re.escape(f"use {nearest}")):
         account_batch(change(small(), train={"global_batch_size": batch, "microbatch_size": micro}), replicas)
 
 

@@ -392,3 +392,13 @@ def test_one_place_has_one_staging_folder(tmp_path):
 def test_memory_of_the_process_is_no_place_for_a_run():
     with pytest.raises(UserError, match="--run-dir memory://x would be lost with the process: name a folder"):
         settle("memory://x", made(5))
+
+
+def test_of_what_is_not_whole_there_nothing_stays_here(url, tmp_path, monkeypatch):
+    run = attempt(url)
+    save(run, 5)
+    save(run, 8)
+    del Flaky.store["/bucket/run/checkpoints/8/params/manifest.ocdbt"]
+    on_host(monkeypatch, tmp_path, "other")
+    again = attempt(url)
+    assert [where.name for where in checkpoint.folder(again.run_dir).iterdir()] == ["5"]

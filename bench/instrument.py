@@ -130,7 +130,8 @@ def ablation(config: dict, rounds: int) -> dict:
     seconds, cpu = ([(a[i], b[i]) for a, b in pairs[1:]] for i in (0, 1))
     attributed_share = shares.categories["attention"]
     return {"measured": difference(*zip(*seconds)), "measured_cpu": difference(*zip(*cpu)), "attributed": attributed_share,
-            "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage), "coverage": shares.least_coverage}  # fmt: skip
+            "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage), "coverage": shares.least_coverage,
+            "attributed_of_calls": shares.calls["attention"], "coverage_of_calls": shares.coverage_of_calls}  # fmt: skip
 
 
 def overhead(config: dict, rounds: int) -> dict:

@@ -1,8 +1,9 @@
 """Where the time of a step goes: the shares of a trace, in a step timed without the profiler, against analytic FLOPs.
 
-Two things make a naive profile wrong. The profiler stretches what it watches, and on several threads operations overlap: so a
-step takes the median of *blocked* steps outside of the profiler, and the trace gives proportions only. And the compiler's
-count of FLOPs has loops once: so FLOPs are analytic. Both wrong ways are kept beside the right ones.
+Three things make a naive profile wrong. The profiler stretches what it watches, and on several threads operations overlap: so a
+step takes the median of *blocked* steps outside of the profiler, and the trace gives proportions only. On CPU operations go on
+after their calls have returned: so they last until their ends are marked. And the compiler's count of FLOPs has loops once: so
+FLOPs are analytic. The wrong ways are kept beside the right ones.
 """
 
 import statistics
@@ -108,8 +109,12 @@ class Shares:
     """The finest split, without data wait and idle."""
     coverage: dict[str, float]
     """Busy seconds of every device, as traced, in a blocked step."""
+    calls: dict[str, float]
+    """`categories` where operations are taken to end with their calls: what goes on in other threads is idle time."""
+    coverage_of_calls: float
+    """The least coverage of those."""
     traced_sum_s: float
-    """The naive step: durations of all operations, added up, per device."""
+    """The naive step: durations of all calls, added up, per device."""
     traced_step_s: float
     """The median step while the profiler watched."""
     collective_s: float
@@ -124,6 +129,25 @@ class Shares:
 
 def measure_shares(trace: Trace, programs: Programs, timing: Timing) -> Shares:
     """Raises UserError for a trace of another program."""
+    num_steps, calls = len(trace.steps), trace.calls
+    parts, rest, coverage, collective_s = _in_a_step(trace, programs, timing)
+    parts_of_calls, rest_of_calls, coverage_of_calls, _ = _in_a_step(calls, programs, timing)
+    return Shares(
+        categories=_ordered(_total(parts, "category") | rest, CATEGORIES),
+        kinds=_ordered(_total(parts, "kind") | rest, KIND_ORDER),
+        parts=parts,
+        coverage=coverage,
+        calls=_ordered(_total(parts_of_calls, "category") | rest_of_calls, CATEGORIES),
+        coverage_of_calls=min(coverage_of_calls.values()),
+        traced_sum_s=sum(e.end_s - e.start_s for e in calls.events) / num_steps / len(coverage),
+        traced_step_s=statistics.median(end - start for start, end in trace.steps),
+        collective_s=collective_s,
+        exposed_share=exposed_share(trace, programs.is_collective, programs.is_container),
+    )
+
+
+def _in_a_step(trace: Trace, programs: Programs, timing: Timing) -> tuple[dict, dict, dict, float]:
+    """Shares of parts, shares of data wait and idle, coverage by device, and seconds of collectives per device."""
     busy, num_steps = share_out(trace, programs.is_container), len(trace.steps)
     known: dict[Part, float] = defaultdict(float)
     foreign, unknown, busy_s = 0.0, set(), dict.fromkeys(busy, 0.0)
@@ -153,18 +177,8 @@ def measure_shares(trace: Trace, programs: Programs, timing: Timing) -> Shares:
     busy_share = min(mean, 1.0 - wait)
     parts = {part: busy_share * seconds / total for part, seconds in known.items()}
     rest = {"data wait": wait, "idle": max(0.0, 1.0 - wait - busy_share)}
-    spans = [end - start for start, end in trace.steps]
-    collective = sum(seconds for part, seconds in known.items() if part.kind == "collective")
-    return Shares(
-        categories=_ordered(_total(parts, "category") | rest, CATEGORIES),
-        kinds=_ordered(_total(parts, "kind") | rest, KIND_ORDER),
-        parts=parts,
-        coverage=coverage,
-        traced_sum_s=sum(e.end_s - e.start_s for e in trace.events) / num_steps / devices,
-        traced_step_s=statistics.median(spans),
-        collective_s=collective / num_steps / devices,
-        exposed_share=exposed_share(trace, programs.is_collective, programs.is_container),
-    )
+    collective_s = sum(seconds for part, seconds in known.items() if part.kind == "collective") / num_steps / devices
+    return parts, rest, coverage, collective_s
 
 
 def _total(parts: Mapping[Part, float], field: str) -> dict[str, float]:

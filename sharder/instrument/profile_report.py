@@ -69,6 +69,7 @@ def to_json(m: Measured) -> dict:
         "tflops_per_s": flops.model / step_time_s / 1e12,
         "naive": {
             "step_time_traced_s": m.shares.traced_step_s, "step_time_summed_s": m.shares.traced_sum_s,
+            "shares_of_calls": m.shares.calls, "coverage_of_calls": m.shares.coverage_of_calls,
             "flops_counted_by_the_compiler": m.programs.counted_flops,
             "mfu_of_summed_time": used(flops.model, m.shares.traced_sum_s), "mfu_of_counted_flops": used(m.programs.counted_flops),
         },
@@ -119,7 +120,8 @@ def scopes_of(shares: Shares) -> list[dict]:
 
 def describe(m: Measured, console: Console, run_dir: Path | None) -> None:
     found = to_json(m)
-    console.print(_shares_table("time of a step by part", found["shares"], found["step_time_s"]))
+    calls = found["naive"]["shares_of_calls"]
+    console.print(_shares_table("time of a step by part", found["shares"], found["step_time_s"], calls))
     console.print(_shares_table("the same by kind of work", found["kinds"], found["step_time_s"]))
     for line in sentences(found):
         console.print(line, highlight=False, markup=False)
@@ -133,12 +135,16 @@ def describe(m: Measured, console: Console, run_dir: Path | None) -> None:
         )
 
 
-def _shares_table(title: str, shares: dict[str, float], step_time_s: float) -> Table:
-    table = Table(title=title, box=box.SIMPLE)
+def _shares_table(title: str, shares: dict[str, float], step_time_s: float, calls: dict[str, float] | None = None) -> Table:
+    """`calls`: the shares where operations end with their calls, as a column of their own where that is not the same."""
+    table, apart = Table(title=title, box=box.SIMPLE), calls not in (None, shares)
     for heading, justify in (("", "left"), ("share", "right"), ("ms", "right"), ("", "left")):
         table.add_column(heading, justify=justify)
+    if apart:
+        table.add_column("calls alone", justify="right")
     for name, share in shares.items():
-        table.add_row(name, f"{share:.1%}", f"{share * step_time_s * 1e3:.1f}", "#" * round(40 * share))
+        naive = [f"{calls.get(name, 0.0):.1%}"] if apart else []
+        table.add_row(name, f"{share:.1%}", f"{share * step_time_s * 1e3:.1f}", "#" * round(40 * share), *naive)
     return table
 
 

@@ -3,13 +3,16 @@
 Events of one device overlap where several threads work for it: every moment is shared equally by the operations that run at
 that moment, so that the sum is the time in which the device was busy. A loop or a call contains what it runs: it counts only
 where nothing else of its device does.
+
+On CPU an operation may go on after the call that began it has returned: a matrix product hands its tiles to other threads.
+XLA's ThunkExecutor marks the true end by an event "end: NAME", whose consumer id is the producer id of the call.
 """
 
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -18,6 +21,7 @@ from jax.profiler import ProfileData
 from sharder.config import UserError
 
 STEP = "sharder step"
+END = "end: "
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Event:
     device: str
     module: str
     op: str
+    returned_s: float | None = None
+    """When the call that began it returned, where that was before its end."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,12 @@ class Trace:
     events: list[Event]
     steps: list[tuple[float, float]]
     """Start and end of every step, as the host saw it."""
+
+    @property
+    def calls(self) -> "Trace":
+        """Every operation until its call returned, and no longer: what a trace shows to somebody who looks at its bars."""
+        until = lambda e: e if e.returned_s is None else replace(e, end_s=e.returned_s, returned_s=None)  # noqa: E731
+        return Trace([until(e) for e in self.events], self.steps)
 
 
 @contextmanager
@@ -66,13 +78,15 @@ def read(path: Path) -> Trace:
     """Operations of all devices, and the steps around them. Raises UserError where the file holds neither."""
     try:
         data = ProfileData.from_file(str(path))
-        events, steps = [], []
+        events, ends, steps = [], {}, []
         for plane in data.planes:
             for line in plane.lines:
                 for event in line.events:
                     if event.name == STEP:
                         steps.append((event.start_ns / 1e9, event.end_ns / 1e9))
-                    elif not event.name.startswith("end: "):
+                    elif event.name.startswith(END):
+                        ends |= {producer: event.start_ns / 1e9 for producer in _stats(event, "_c").values()}
+                    else:
                         events += _operation(plane.name, line.name, event)
     except (RuntimeError, ValueError) as error:
         raise UserError(
@@ -82,11 +96,21 @@ def read(path: Path) -> Trace:
         raise UserError(
             f"{path} holds {len(steps)} steps and {len(events)} operations of devices: it is no trace of sharder profile."
         )
-    return Trace(events, sorted(steps))
+    return Trace([until_its_end(event, ends.get(producer)) for event, producer in events], sorted(steps))
 
 
-def _operation(plane: str, line: str, event) -> list[Event]:
-    stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module", "device_ordinal")}
+def until_its_end(event: Event, ended_s: float | None) -> Event:
+    """The whole operation, from its call and the mark of its end, where there is one."""
+    return event if ended_s is None or ended_s <= event.end_s else replace(event, end_s=ended_s, returned_s=event.end_s)
+
+
+def _stats(event, *keys: str) -> dict:
+    return {key: value for key, value in event.stats if key in keys}
+
+
+def _operation(plane: str, line: str, event) -> list[tuple[Event, int | None]]:
+    """A call and the id that its end will name; nothing for an event of another sort."""
+    stats = _stats(event, "hlo_op", "hlo_module", "device_ordinal", "_p")
     if "hlo_op" in stats:
         op, module = str(stats["hlo_op"]), str(stats.get("hlo_module", ""))
     elif line == "XLA Ops":  # TPU: the event's name is the instruction
@@ -94,7 +118,7 @@ def _operation(plane: str, line: str, event) -> list[Event]:
     else:
         return []
     device = plane if plane.startswith("/device:") else f"cpu:{stats.get('device_ordinal', 0)}"
-    return [Event(event.start_ns / 1e9, event.end_ns / 1e9, device, module.split("(")[0], op)]
+    return [(Event(event.start_ns / 1e9, event.end_ns / 1e9, device, module.split("(")[0], op), stats.get("_p"))]
 
 
 Busy = dict[str, dict[tuple[str, str], float]]

@@ -35,6 +35,12 @@ def sentences(found: dict) -> list[str]:
         f"the wrong ways: traced operations add up to {naive['step_time_summed_s'] * 1e3:.1f} ms, an MFU of"
         f" {percent(naive['mfu_of_summed_time'])}; the compiler's cost analysis counts {counted_text}"
     )
+    calls = naive.get("coverage_of_calls")
+    if calls is not None and calls < found["coverage"]:
+        lines.append(
+            f"operations go on in other threads after their calls return: the calls alone would cover {calls:.1%} of the step, and what"
+            " these threads do would pass for idle time"
+        )
     collectives = found["collectives"]["seconds_by_process"]
     if len(collectives) > 1:
         waits = ", ".join(f"{i}: {s * 1e3:.1f}" for i, s in enumerate(found["collectives"]["waiting_s"]))

@@ -1,10 +1,28 @@
 """Time shared out over overlapping, nested and foreign operations, from events whose times are given."""
 
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.profiler import ProfileData
 
 from sharder.config import UserError
 from sharder.instrument.profile import CompiledProgram, Programs, Timing, measure_shares, verdict
-from sharder.instrument.trace import Event, Trace, clip, exposed_share, newest, read, share_out
+from sharder.instrument.trace import (
+    END,
+    STEP,
+    Event,
+    Trace,
+    clip,
+    exposed_share,
+    newest,
+    read,
+    recording,
+    share_out,
+    step_annotation,
+    until_its_end,
+)
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -102,6 +120,50 @@ def test_time_between_the_operations_of_a_loop_is_idle_unless_a_scope_claims_it(
     found = measured(events)
     assert found.categories == pytest.approx({"attention": 0.2, "feed-forward": 0.2, "data wait": 0.0, "idle": 0.6})
     assert found.least_coverage == pytest.approx(0.4)
+
+
+def test_an_operation_lasts_until_its_end_is_marked_and_not_until_its_call_returns():
+    """A product whose call returns after one second of four: the rest is its own, and idle time only in the naive column."""
+    events = [until_its_end(event(0, 1, "d"), 4.0), until_its_end(event(4, 8, "t"), 8.0), until_its_end(event(8, 9, "u"), None)]
+    found = measured(events)
+    assert found.categories == pytest.approx(
+        {"attention": 0.4, "feed-forward": 0.4, "unattributed": 0.1, "data wait": 0.0, "idle": 0.1}
+    )
+    assert found.calls == pytest.approx(
+        {"attention": 0.1, "feed-forward": 0.4, "unattributed": 0.1, "data wait": 0.0, "idle": 0.4}
+    )
+    assert (found.least_coverage, found.coverage_of_calls) == (pytest.approx(0.9), pytest.approx(0.6))
+    assert found.traced_sum_s == pytest.approx(6.0)
+
+
+def test_a_file_names_the_ends_of_its_calls(tmp_path, monkeypatch):
+    """Two calls of one operation; the second ends before the first, and of a third the end was not recorded."""
+    of_device = {"hlo_op": "dot.1", "hlo_module": "jit_step", "device_ordinal": 1}
+    calls = [raw("dot.1", start, start + 1, **of_device, _p=producer) for start, producer in ((0, 7), (2, 8), (20, 9))]
+    ends = [raw("end: dot.1", 5, 6, _c=8), raw("end: dot.1", 9, 10, _c=7), raw("end: dot.1", 30, 31)]
+    lines = [SimpleNamespace(name="tf_XLAEigen/1", events=[*ends, raw(STEP, 0, 40), *calls])]
+    data = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=lines)])
+    monkeypatch.setattr(ProfileData, "from_file", lambda path: data)
+    found = read(tmp_path / "x.xplane.pb").events
+    assert [(e.start_s, e.returned_s, e.end_s, e.device) for e in found] == [
+        (0.0, 1.0, 9.0, "cpu:1"), (2.0, 3.0, 5.0, "cpu:1"), (20.0, None, 21.0, "cpu:1")
+    ]  # fmt: skip
+
+
+def raw(name: str, start_s: float, end_s: float, **stats):
+    """An event of ProfileData."""
+    return SimpleNamespace(name=name, start_ns=start_s * 1e9, end_ns=end_s * 1e9, stats=list(stats.items()))
+
+
+def test_the_installed_jax_marks_the_end_of_every_operation(tmp_path):
+    program = jax.jit(lambda x: jnp.sort(x @ x).sum()).lower(jnp.ones((64, 64))).compile()
+    with recording(tmp_path), step_annotation(0):
+        jax.block_until_ready(program(jnp.ones((64, 64))))
+    events = [e for plane in ProfileData.from_file(str(newest(tmp_path))).planes for line in plane.lines for e in line.events]
+    called = {dict(e.stats)["_p"]: e for e in events if "hlo_op" in dict(e.stats)}
+    ended = {dict(e.stats)["_c"]: e for e in events if e.name.startswith(END)}
+    assert len(called) > 2 and set(called) <= set(ended)
+    assert all(ended[p].name == END + e.name and ended[p].start_ns >= e.start_ns for p, e in called.items())
 
 
 def test_waiting_for_data_has_its_share():

@@ -2,6 +2,20 @@
 
 LEAST_COVERAGE = 0.8
 """Below, the trace misses too much for its shares to be shown without saying so."""
+WARNING = "WARNING: "
+
+
+def doubt(used: float | None, peak_source: str | None) -> str | None:
+    """What to say where a step reaches more than the peak that was measured; None where nothing is wrong.
+
+    `used`: exact FLOPs over the peak. 6 N D may exceed it rightly: it charges what nobody computes.
+    """
+    if used is None or used <= 1.0 or peak_source != "measured":
+        return None
+    return (
+        f"{WARNING}{used:.1%} of the peak cannot be: it was measured here while others used this machine, and is too low. Every start of"
+        " sharder profile or sharder train measures it again: repeat it while nothing else runs"
+    )
 
 
 def sentences(found: dict) -> list[str]:
@@ -15,7 +29,7 @@ def sentences(found: dict) -> list[str]:
     ]
     if found["coverage"] < LEAST_COVERAGE:
         lines.append(
-            f"WARNING: coverage below {LEAST_COVERAGE:.0%}: the trace misses part of the step, and the shares above hold only for the rest"
+            f"{WARNING}coverage below {LEAST_COVERAGE:.0%}: the trace misses part of the step, and the shares above hold only for the rest"
         )
     if devices["platform"] == "cpu" and devices["count"] > 1:
         lines.append("simulated devices share the cores of one host: their times say nothing about speed-up")
@@ -25,6 +39,7 @@ def sentences(found: dict) -> list[str]:
         f"MFU {percent(found['mfu'])} by 6ND, {percent(found['mfu_exact'])} by exact products, HFU {percent(found['hfu'])};"
         f" peak {found['peak_flops'] / 1e12:.3f} TFLOP/s per device, {found['peak_source']}"
     )
+    lines += filter(None, [doubt(found["hfu"], found["peak_source"])])
     lines.append(
         f"FLOPs of a step: {found['flops_hardware']:.4g} analytic with what is computed again, {found['flops_compiled']:.4g} in the compiled"
         f" program ({found['flops_compiled'] / found['flops_hardware']:.4f})"

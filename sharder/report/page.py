@@ -4,9 +4,10 @@ Every figure is drawn from recorded files; what was not recorded leaves a gap wi
 """
 
 from pathlib import Path
+from statistics import median
 
 from sharder.config import UserError
-from sharder.instrument.words import LEAST_COVERAGE, sentences
+from sharder.instrument.words import WARNING, doubt, sentences
 from sharder.launch.ledger import make_ledger
 from sharder.report import plots
 from sharder.report.html import card, cards, details, escape, figure, gap, number, page, section, table
@@ -63,7 +64,7 @@ def _summary(runs: list[Recorded]) -> str:
         )
         found += [card("steps done again", run.num_redone)] if run.num_redone else []
         mfu = run.series("mfu_exact")[1]
-        found += [card("MFU, exact, median", f"{sorted(mfu)[len(mfu) // 2]:.1%}")] if mfu else []
+        found += [card("MFU, exact, median", f"{median(mfu):.1%}")] if mfu else []
         attempts = {e["attempt"] for e in run.events if isinstance(e.get("attempt"), int)}
         found += [card("attempts", len(attempts))] if attempts else []
         cut = "".join(
@@ -122,7 +123,13 @@ def _curves(runs: list[Recorded]) -> str:
         if use
         else gap("MFU", "sharder train RECIPE --run-dir DIR")
     )
-    return section("Training", '<div class="grid">' + "".join(figures) + "</div>")
+    doubts = [(r.name, doubt(median(hfu), (r.facts or {}).get("peak_source"))) for r in runs if (hfu := r.series("hfu")[1])]
+    text = "".join(_sentence(f"{said} ({name}, median HFU)") for name, said in doubts if said)
+    return section("Training", '<div class="grid">' + "".join(figures) + "</div>" + text)
+
+
+def _sentence(text: str) -> str:
+    return f"<p{' class=bad' if text.startswith(WARNING) else ''}>{escape(text)}</p>"
 
 
 def _agreement(runs: list[Recorded]) -> str:
@@ -185,11 +192,6 @@ def _attribution(run: Recorded, label: str) -> str:
     title, p = f"{label}Where the time of a step goes", run.profile
     if p is None:
         return section(title, gap("profile/profile.json", "sharder profile RECIPE --run-dir DIR"))
-    warning = (
-        '<p class="bad">Coverage below 80 %: the shares hold only for what the trace saw.</p>'
-        if p["coverage"] < LEAST_COVERAGE
-        else ""
-    )
     figures = [
         figure(plots.bars(f"{run.name} parts", p["shares"], "percent of the step"), "by part"),
         figure(plots.bars(f"{run.name} kinds", p["kinds"], "percent of the step"), "by kind of work"),
@@ -214,13 +216,7 @@ def _attribution(run: Recorded, label: str) -> str:
             f"{p['flops_6nd']:.4g}",
         ]
     )
-    text = (
-        warning
-        + '<div class="grid">'
-        + "".join(figures)
-        + "</div>"
-        + "".join(f"<p>{escape(line)}</p>" for line in sentences(p))
-    )
+    text = '<div class="grid">' + "".join(figures) + "</div>" + "".join(map(_sentence, sentences(p)))
     text += details("FLOPs by module", table(["module", "parameters", "tokens", "forward", "backward", "again", "6ND"], flops))
     scopes = [[s["scope"] or "(none)", s["category"], f"{s['share']:.2%}"] for s in p["scopes"][:60]]
     return section(title, text + details("source scopes", table(["scope", "part", "share"], scopes)))

@@ -11,6 +11,7 @@ import pytest
 from small import RECIPE, environment, sharder
 
 from sharder.config import UserError
+from sharder.instrument.words import doubt
 from sharder.report.page import make_page, write_report
 from sharder.report.read import read_run
 from sharder.report.timeline import make_timeline
@@ -56,6 +57,16 @@ def test_what_was_not_recorded_leaves_a_named_gap(tmp_path):
 def test_a_truncated_line_is_skipped_and_counted(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "a", [record(1)], tail='{"step": 2, "lo'))])
     assert "1 unreadable line(s) of metrics.jsonl skipped" in page
+
+
+@pytest.mark.parametrize("hfu, is_doubted", [(0.99, False), (1.25, True)])
+def test_more_than_the_measured_peak_is_doubted(tmp_path, hfu, is_doubted):
+    page = make_page([read_run(make_run(tmp_path / "a", [record(s, hfu=hfu, mfu=1.5) for s in (1, 2, 3)]))])
+    assert ("125.0% of the peak cannot be" in page) == is_doubted == ("<p class=bad>" in page)
+
+
+def test_a_datasheets_peak_is_not_doubted():
+    assert doubt(1.25, "measured") and not doubt(1.25, "datasheet") and not doubt(None, "measured")
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])

@@ -25,7 +25,9 @@ def run(arguments: list[str]) -> int:
 
     if not runs:
         raise UserError("RUN is missing. Usage: sharder report RUN... [--out FILE]")
+    written = write_report(list(runs), out)
     for folder in runs:
-        print(f"{folder}: {describe(read_ledger(folder))}")
-    print(f"written to {write_report(list(runs), out)}")
+        if (folder / "events.jsonl").exists():  # else the page names the gap
+            print(f"{folder}: {describe(read_ledger(folder))}")
+    print(f"written to {written}")
     return 0

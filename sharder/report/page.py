@@ -247,9 +247,9 @@ def _memory(run: Recorded, label: str) -> str:
     memory = p["memory"]
     rows = [[name, mib(size), "", ""] for name, size in memory["predicted"].items() if size and name != "total"]
     rows.append(["total", mib(memory["predicted"]["total"]), mib(memory["compiled"]), mib(memory["measured"])])
-    missing = (
-        "" if memory["measured"] is not None else '<p class="note">This backend counts no memory: nothing was measured.</p>'
-    )
+    notes = [] if memory["measured"] is not None else ["This backend counts no memory: nothing was measured."]
+    notes += [] if memory["compiled"] is not None else ["A step in exact mode is several programs: none has its compiled memory."]
+    missing = "".join(f'<p class="note">{note}</p>' for note in notes)
     return section(title, table(["MiB", "predicted", "compiled", "measured"], rows) + missing)
 
 

@@ -59,6 +59,15 @@ def test_both_wrong_ways_are_printed_beside_the_right_one(run_dir):
         assert words in text
 
 
+def test_a_profile_alone_is_drawn_as_its_last_line_says(run_dir):
+    folder, text = run_dir
+    assert f"sharder report {folder}" in " ".join(text.split())
+    done = sharder("report", folder)
+    assert done.returncode == 0, done.stderr
+    page = (folder / "report.html").read_text()
+    assert "verdict:" in page and "Not recorded: events.jsonl" in page
+
+
 def test_a_run_may_begin_in_the_folder_of_a_profile(run_dir):
     from sharder.facts import is_run
 

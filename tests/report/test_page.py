@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from small import RECIPE, environment, sharder
 
 from sharder.config import UserError
 from sharder.instrument.words import doubt
+from sharder.report import timeline
 from sharder.report.page import make_page, write_report
 from sharder.report.read import read_run
-from sharder.report.timeline import make_timeline
+from sharder.report.timeline import FAULTS, ORDINARY, STOPS, make_timeline
 
 
 def record(step: int, attempt: int = 1, **more) -> dict:
@@ -119,6 +121,29 @@ def test_an_attempt_that_ended_without_a_word_is_a_fault():
         ("starting", 1, 0, 2), ("stepping", 1, 2, 8), ("down", 1, 8, 10), ("starting", 2, 10, 11), ("stepping", 2, 11, 14)
     ]  # fmt: skip
     assert [(m.is_fault, m.label) for m in found.marks] == [(True, "attempt 1 ended without a word, after step 5")]
+
+
+def test_a_supervisor_names_the_culprit_of_an_end():
+    """Its events, and the fault that a test brings about, belong to no attempt; the end counts when it came, not when it was seen."""
+    culprit = {"process": 1, "what": "was ended by SIGKILL", "phase": "step", "step": 4, "lines": ["secret"], "exit_code": -9}
+    events = [
+        event(0, "launch", None), event(1, "start"), event(2, "first_step", step=1), event(3, "snapshot", step=2), event(5, "new_step", step=4),
+        event(6, "fault", None, what="kill", phase="step", number=1), event(9, "ended", None, code=-9, failed_at=1007, culprit=culprit),
+        event(9, "restart", None), event(10, "spawn", None), event(11, "start", 2), event(12, "first_step", 2), event(14, "end", 2),
+        event(15, "ended", None, code=0, failed_at=None, culprit=None), event(15, "closed", None, code=0),
+    ]  # fmt: skip
+    assert [(m.time_s, m.is_fault, m.label) for m in make_timeline(events).marks] == [
+        (5, True, "fault: kill, phase step"),
+        (6, True, "process 1 was ended by SIGKILL, step 4"),
+    ]
+
+
+def test_every_event_that_is_written_is_known_to_the_timeline():
+    """A new one would be drawn as a fault."""
+    source = Path(timeline.__file__).parent.parent
+    text = "".join(p.read_text() for folder in ("", "train", "launch", "checkpoint") for p in (source / folder).glob("*.py"))
+    written = set(re.findall(r'(?:events|journal)\.write\(\s*"(\w+)"', text)) | {"end", "fault"}
+    assert {"snapshot", "ended", "phase"} <= written <= ORDINARY | STOPS | FAULTS
 
 
 def test_the_page_of_a_killed_and_resumed_run(tmp_path):

@@ -113,7 +113,8 @@ def planted(config: dict, rounds: int) -> dict:
 
 
 def ablation(config: dict, rounds: int) -> dict:
-    """Attention's share by trace, and by leaving it out."""
+    """Attention's share by trace, and by leaving it out; and how much more of the whole step's time the other parts take then by
+    trace: what ran beside attention runs alone, so leaving it out saves less than it takes."""
     from sharder.instrument.ablation import standing_in
 
     runner = open_runner(config)
@@ -121,6 +122,7 @@ def ablation(config: dict, rounds: int) -> dict:
     whole = runner.stepper.train_step
     with standing_in("attention", runner.setup.config.model):
         runner.compile()
+    alone = attributed(runner, rounds)
     without, pairs = runner.stepper.train_step, []
     for _ in range(2 * rounds + 1):
         pair = []
@@ -128,8 +130,11 @@ def ablation(config: dict, rounds: int) -> dict:
             pair.append(timed(runner))
         pairs.append(pair)
     seconds, cpu = ([(a[i], b[i]) for a, b in pairs[1:]] for i in (0, 1))
-    attributed_share = shares.categories["attention"]
-    return {"measured": difference(*zip(*seconds)), "measured_cpu": difference(*zip(*cpu)), "attributed": attributed_share,
+    attributed_share, measured = shares.categories["attention"], difference(*zip(*seconds))
+    others = [part for part in alone.categories if part not in ("feed-forward", "data wait", "idle")]
+    grows = lambda *parts: sum((1 - measured) * alone.categories[p] - shares.categories.get(p, 0.0) for p in parts)  # noqa: E731
+    return {"measured": measured, "measured_cpu": difference(*zip(*cpu)), "attributed": attributed_share,
+            "feed_forward_grows": grows("feed-forward"), "others_grow": grows(*others),
             "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage), "coverage": shares.least_coverage,
             "attributed_of_calls": shares.calls["attention"], "coverage_of_calls": shares.coverage_of_calls}  # fmt: skip
 

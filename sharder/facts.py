@@ -12,7 +12,7 @@ WAY_OUT = "Restore it from a copy, or use another run."
 
 MARK = ".staging"
 """The file that says whose staging folder a folder is (sharder.checkpoint.staging)."""
-OURS = {"logs", ".lock", MARK, "profile", "steps"}
+OURS = {"logs", ".lock", MARK, "profile", "report.html", "steps"}
 """What a folder may hold before it is a run."""
 
 

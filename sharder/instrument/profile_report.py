@@ -125,6 +125,7 @@ def describe(m: Measured, console: Console, run_dir: Path | None) -> None:
     console.print(_shares_table("the same by kind of work", found["kinds"], found["step_time_s"]))
     for line in sentences(found):
         console.print(line, highlight=False, markup=False)
+    console.print(_memory_line(found["memory"]), highlight=False, markup=False)
     console.print(_scopes_table(found))
     console.print(_flops_table(found))
     console.print(_roofline_table(found))
@@ -148,6 +149,17 @@ def _shares_table(title: str, shares: dict[str, float], step_time_s: float, call
     return table
 
 
+def _memory_line(memory: dict) -> str:
+    mib = lambda x, missing: missing if x is None else f"{x / 2**20:,.1f} MiB"  # noqa: E731
+    predicted = memory["predicted"]
+    parts = ", ".join(f"{name} {x / 2**20:,.1f}" for name, x in predicted.items() if x and name != "total")
+    return (
+        f"memory of a device at its peak: {mib(predicted['total'], '')} predicted ({parts}); compiled"
+        f" {mib(memory['compiled'], 'unknown, since exact mode is several programs')}; measured"
+        f" {mib(memory['measured'], 'nothing, since this backend does not count')}"
+    )
+
+
 def _scopes_table(found: dict) -> Table:
     table = Table(title=f"the {NUM_SCOPES} largest source scopes", box=box.SIMPLE)
     for heading, justify in (("scope", "left"), ("part", "left"), ("share", "right")):
@@ -157,17 +169,32 @@ def _scopes_table(found: dict) -> Table:
     return table
 
 
+def _narrow_table(title: str, headings: tuple[str, ...]) -> Table:
+    """Fits 80 columns: only the first, of names, is broken into lines, and no number."""
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(
+            heading, justify="right" if number else "left", no_wrap=number > 0, overflow="ellipsis" if number else "fold"
+        )
+    return table
+
+
 def _flops_table(found: dict) -> Table:
-    table = Table(title="FLOPs of a step: exact products beside 6 x parameters x all tokens", box=box.SIMPLE)
-    for heading in ("module", "parameters", "tokens", "forward", "backward", "again", "exact", "6ND", "exact - 6ND"):
-        table.add_column(heading, justify="left" if heading == "module" else "right")
+    scale, unit = (1e12, "TFLOP") if found["flops"] > 1e13 else (1e9, "GFLOP")
+    table = _narrow_table(
+        f"{unit} of a step: exact products beside 6 x parameters x all tokens",
+        ("module", "params,\nM", "tokens", "for-\nward", "back-\nward", "again", "exact", "6ND", "exact\n- 6ND"),
+    )
     for r in found["flops_by_module"]:
         exact = r["forward"] + r["backward"]
         numbers = (r["forward"], r["backward"], r["recomputed"], exact, r["flops_6nd"], exact - r["flops_6nd"])
-        table.add_row(r["module"], f"{r['num_params']:,}", f"{r['num_tokens']:,}", *(f"{x:.4g}" for x in numbers))
+        table.add_row(
+            r["module"], f"{r['num_params'] / 1e6:.3f}", f"{r['num_tokens']:,}", *(f"{x / scale:.4g}" for x in numbers)
+        )
     table.add_section()
     total = found["flops"], found["flops_6nd"], found["flops"] - found["flops_6nd"]
-    table.add_row("all", f"{found['num_params']:,}", f"{found['tokens_per_step']:,}", "", "", "", *(f"{x:.4g}" for x in total))
+    whole = f"{found['num_params'] / 1e6:.3f}", f"{found['tokens_per_step']:,}"
+    table.add_row("all", *whole, "", "", "", *(f"{x / scale:.4g}" for x in total))
     table.caption = (
         "6ND charges look-ups as products, every part for the tokens of all, and leaves out scores; scores count the full rectangle:"
         f" under the mask the forward pass needs {found['flops_forward_visible'] / found['flops_forward']:.1%} of it"
@@ -176,9 +203,8 @@ def _flops_table(found: dict) -> Table:
 
 
 def _roofline_table(found: dict) -> Table:
-    table = Table(title="roofline, per device", box=box.SIMPLE)
-    for heading in ("part", "GFLOP", "MiB", "FLOP/byte", "bound", "attainable GFLOP/s", "achieved GFLOP/s", "achieved"):
-        table.add_column(heading, justify="left" if heading in ("part", "bound") else "right")
+    headings = "part", "GFLOP", "MiB", "FLOP\n/byte", "bound", "attain-\nable\nGFLOP/s", "achieved\nGFLOP/s", "achieved"
+    table = _narrow_table("roofline, per device", headings)
     count = found["devices"]["count"]
     ridge = found["peak_flops"] / found["memory_bytes_per_s"]
     for name, r in found["roofline"].items():

@@ -70,8 +70,9 @@ def sentences(found: dict) -> list[str]:
     if found["ablation"]:
         a = found["ablation"]
         traced = found["shares"].get(a["scope"], 0.0)
+        between = f", half of all pairs between {a['share_low']:.1%} and {a['share_high']:.1%}" if "share_low" in a else ""
         lines.append(
-            f"ablation: without {a['scope']} the step takes {a['without_s'] * 1e3:.1f} instead of {a['whole_s'] * 1e3:.1f} ms:"
-            f" {a['share']:.1%} of it, by the trace {traced:.1%}"
+            f"ablation: without {a['scope']} the step takes {a['without_s'] * 1e3:.1f} instead of {a['whole_s'] * 1e3:.1f} ms; in pairs of"
+            f" steps that is {a['share']:.1%} of it{between}; by the trace {traced:.1%}"
         )
     return lines

@@ -247,9 +247,11 @@ def _memory(run: Recorded, label: str) -> str:
     memory = p["memory"]
     rows = [[name, mib(size), "", ""] for name, size in memory["predicted"].items() if size and name != "total"]
     rows.append(["total", mib(memory["predicted"]["total"]), mib(memory["compiled"]), mib(memory["measured"])])
-    notes = [] if memory["measured"] is not None else ["This backend counts no memory: nothing was measured."]
-    notes += [] if memory["compiled"] is not None else ["A step in exact mode is several programs: none has its compiled memory."]
-    missing = "".join(f'<p class="note">{note}</p>' for note in notes)
+    notes = {
+        "measured": "This backend counts no memory: nothing was measured.",
+        "compiled": "A step in exact mode is several programs: no program's memory is that of the step.",
+    }
+    missing = "".join(f'<p class="note">{note}</p>' for column, note in notes.items() if memory[column] is None)
     return section(title, table(["MiB", "predicted", "compiled", "measured"], rows) + missing)
 
 

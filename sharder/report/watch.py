@@ -16,7 +16,8 @@ from sharder.report.read import Recorded, read_run
 from sharder.report.timeline import make_timeline
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-WIDTH = 60
+WIDTH = 50
+"""With the names and the values before it a line of 80 columns."""
 
 
 def run(arguments: list[str]) -> int:

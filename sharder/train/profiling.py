@@ -177,5 +177,7 @@ def ablated(runner: Runner, scope: str, rounds: int) -> dict:
             times[kind] += [seconds] if number else []
     runner.stepper.train_step = whole
     shares = [1 - b / a for a, b in zip(times["whole"], times["without"])]
+    low, middle, high = statistics.quantiles(shares, n=4) if rounds > 1 else 3 * shares
     medians = {f"{k}_s": statistics.median(v) for k, v in times.items()}
-    return {"scope": scope, "share": statistics.median(shares), **medians, **{f"steps_{k}_s": v for k, v in times.items()}}
+    return {"scope": scope, "share": middle, "share_low": low, "share_high": high,
+            **medians, **{f"steps_{k}_s": v for k, v in times.items()}}  # fmt: skip

@@ -1,9 +1,13 @@
 """`sharder profile` as a user runs it, on a small model."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 from small import RECIPE, sharder
+
+from sharder.instrument.profile_report import _flops_table, _roofline_table
 
 ONE = ("--cluster.cpu-devices", "1", "--steps", "3")
 
@@ -11,7 +15,7 @@ ONE = ("--cluster.cpu-devices", "1", "--steps", "3")
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile") / "run"
-    done = sharder("profile", RECIPE, *ONE, "--run-dir", folder)
+    done = sharder("profile", RECIPE, *ONE, "--ablate", "attention", "--run-dir", folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -57,6 +61,34 @@ def test_both_wrong_ways_are_printed_beside_the_right_one(run_dir):
         "6ND",
     ):
         assert words in text
+
+
+def test_no_number_is_cut_off_in_a_narrow_terminal(found):
+    """Of a model of pi0's size, in 80 columns."""
+    large = found | {
+        "num_params": 3_238_000_000, "tokens_per_step": 1_234_567, "flops": 1.2345e15, "flops_6nd": 2.3456e15,
+        "flops_by_module": [r | {"num_params": r["num_params"] * 1000, "forward": 1.2e14, "backward": 2.3e14, "recomputed": 1.2e13} for r in found["flops_by_module"]],
+        "roofline": {"collectives fsdp": r | {"flops": 1.2345e13, "moved_bytes": 1.23e11, "attainable_flops": 9.8e14} for r in found["roofline"].values()},
+    }  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    console.print(_flops_table(large), _roofline_table(large))
+    text = console.file.getvalue()
+    assert "3238.000" in text and "2346" in text and "1,234,567" in text and "bandwidth" in text and "…" not in text
+
+
+def test_what_ablation_measured_has_its_spread(run_dir, found):
+    a = found["ablation"]
+    assert a["scope"] == "attention" and a["share_low"] <= a["share"] <= a["share_high"] < 1
+    assert "half of all pairs between" in " ".join(run_dir[1].split())
+
+
+def test_predicted_memory_stands_beside_compiled_and_measured(run_dir, found):
+    predicted, compiled, text = found["memory"]["predicted"], found["memory"]["compiled"], " ".join(run_dir[1].split())
+    assert predicted["total"] == sum(size for part, size in predicted.items() if part != "total")
+    assert (
+        f"{predicted['total'] / 2**20:,.1f} MiB predicted (params " in text and f"compiled {compiled / 2**20:,.1f} MiB" in text
+    )
+    assert found["memory"]["measured"] is None and "measured nothing, since this backend does not count" in text
 
 
 def test_a_profile_alone_is_drawn_as_its_last_line_says(run_dir):

@@ -212,29 +212,18 @@ def figures(found: dict) -> dict[str, str]:
 def show(found: dict, console: Console) -> None:
     table = Table(
         title=f"{found['mode']} scaling of {found['recipe']}, {found['repeats']} x fresh processes, {found['steps']} steps each",
-        box=box.SIMPLE,
-    )
-    for heading in (
-        "devices",
-        "batch",
-        "step, ms",
-        "examples/s",
-        "speed-up",
-        "efficiency",
-        "compute",
-        "communication",
-        "TFLOP/s",
-        "MFU",
-        "collectives",
-        "MiB received",
-    ):
-        table.add_column(heading, justify="right")
+        box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    shared = found["shares_cores"]
+    gains = () if shared else ("speed-\nup", "effi-\nciency")
+    for heading in ("de-\nvices", "batch", "step, ms", "examples\n/s", *gains, "com-\npute", "com-\nmuni-\ncation", "TFLOP\n/s", "MFU", "collec-\ntives", "MiB re-\nceived"):  # fmt: skip
+        table.add_column(heading, justify="right", overflow="fold", no_wrap=shared and heading != "step, ms")
     for p in found["points"]:
-        t, shared = p["step_time_s"], found["shares_cores"]
+        t = p["step_time_s"]
         mfu = "-" if p["mfu_exact"] is None else f"{p['mfu_exact']:.1%}"
         table.add_row(
             str(p["devices"]), f"{p['global_batch_size']:,}", f"{t['median'] * 1e3:.1f} ({t['low'] * 1e3:.1f} to {t['high'] * 1e3:.1f})",
-            f"{p['examples_per_s']:,.0f}", "-" if shared else f"{p['speed_up']:.2f}", "-" if shared else f"{p['efficiency']:.0%}",
+            f"{p['examples_per_s']:,.0f}", *(() if shared else (f"{p['speed_up']:.2f}", f"{p['efficiency']:.0%}")),
             f"{p['compute_share']:.0%}", f"{p['communication_share']:.0%}", f"{p['tflops_per_s']:.3f}", mfu, str(p["num_collectives"]),
             f"{p['received_bytes'] / 2**20:.1f}",
         )  # fmt: skip

@@ -104,7 +104,6 @@ def planted(config: dict, rounds: int) -> dict:
         "measured": difference(*zip(*seconds)),
         "measured_cpu": difference(*zip(*cpu)),
         "attributed": attributed_share,
-        "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage),
         "feed_forward": shares.categories["feed-forward"],
         "elsewhere": sum(s for part, s in shares.parts.items() if "planted" in part.scope and part.category != "feed-forward"),
         "coverage": shares.least_coverage,
@@ -135,7 +134,7 @@ def ablation(config: dict, rounds: int) -> dict:
     grows = lambda *parts: sum((1 - measured) * alone.categories[p] - shares.categories.get(p, 0.0) for p in parts)  # noqa: E731
     return {"measured": measured, "measured_cpu": difference(*zip(*cpu)), "attributed": attributed_share,
             "feed_forward_grows": grows("feed-forward"), "others_grow": grows(*others),
-            "attributed_of_busy": attributed_share / min(1.0, shares.least_coverage), "coverage": shares.least_coverage,
+            "coverage": shares.least_coverage,
             "attributed_of_calls": shares.calls["attention"], "coverage_of_calls": shares.coverage_of_calls}  # fmt: skip
 
 

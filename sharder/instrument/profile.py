@@ -172,9 +172,10 @@ def _in_a_step(trace: Trace, programs: Programs, timing: Timing) -> tuple[dict, 
         known[Part("unattributed", "other", "", "forward")] += foreign
     devices = len(busy)
     coverage = {d: seconds / num_steps / timing.step_time_s for d, seconds in busy_s.items()}
-    mean = min(1.0, sum(coverage.values()) / devices)
     wait = min(timing.data_wait_s / timing.step_time_s, 1.0)
-    busy_share = min(mean, 1.0 - wait)
+    # A profiler only slows down: where it saw shorter steps, the machine was slower without it, and no device idle for that.
+    shorter = min(timing.step_time_s, sum(end - start for start, end in trace.steps) / num_steps)
+    busy_share = min(sum(busy_s.values()) / devices / num_steps / shorter, 1.0 - wait)
     parts = {part: busy_share * seconds / total for part, seconds in known.items()}
     rest = {"data wait": wait, "idle": max(0.0, 1.0 - wait - busy_share)}
     collective_s = sum(seconds for part, seconds in known.items() if part.kind == "collective") / num_steps / devices

@@ -5,12 +5,15 @@ that moment, so that the sum is the time in which the device was busy. A loop or
 where nothing else of its device does.
 
 On CPU an operation may go on after the call that began it has returned: a matrix product hands its tiles to other threads.
-XLA's ThunkExecutor marks the true end by an event "end: NAME", whose consumer id is the producer id of the call.
+XLA's ThunkExecutor marks the end by an event "end: NAME", whose consumer id is the producer id of the call. The thread that
+finds an operation done goes on with those that waited for it before it marks the end: the operation ended where the first of
+them began.
 """
 
+import bisect
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +25,10 @@ from sharder.config import UserError
 
 STEP = "sharder step"
 END = "end: "
+GOES_ON = "ThunkExecutor::Execute"
+TASK, TASK_DONE = "ThreadpoolListener::StartRegion", "ThreadpoolListener::StopRegion"
+OTHERS = {STEP, GOES_ON, TASK, TASK_DONE, "ThreadpoolListener::Record"}
+"""The most frequent events that are no operations: to read what each says takes longer than all the rest."""
 
 
 @dataclass(frozen=True)
@@ -78,25 +85,38 @@ def read(path: Path) -> Trace:
     """Operations of all devices, and the steps around them. Raises UserError where the file holds neither."""
     try:
         data = ProfileData.from_file(str(path))
-        events, ends, steps = [], {}, []
-        for plane in data.planes:
-            for line in plane.lines:
-                for event in line.events:
-                    if event.name == STEP:
-                        steps.append((event.start_ns / 1e9, event.end_ns / 1e9))
-                    elif event.name.startswith(END):
-                        ends |= {producer: event.start_ns / 1e9 for producer in _stats(event, "_c").values()}
-                    else:
-                        events += _operation(plane.name, line.name, event)
+        lines = [(plane.name, line.name, list(line.events)) for plane in data.planes for line in plane.lines]
+        steps = [(e.start_ns / 1e9, e.end_ns / 1e9) for *_, events in lines for e in events if e.name == STEP]
+        calls = [call for plane, line, events in lines for e in events for call in _operation(plane, line, e)]
+        began = {producer: event.start_s for event, producer in calls if producer is not None}
+        names = {GOES_ON} | {event.op for event, _ in calls}
+        ends = {producer: end_s for *_, events in lines for producer, end_s in _ends(events, began, names)}
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as a trace: {str(error).splitlines()[0]}. Record it again with sharder profile."
         ) from None
-    if not events or not steps:
+    if not calls or not steps:
         raise UserError(
-            f"{path} holds {len(steps)} steps and {len(events)} operations of devices: it is no trace of sharder profile."
+            f"{path} holds {len(steps)} steps and {len(calls)} operations of devices: it is no trace of sharder profile."
         )
-    return Trace([until_its_end(event, ends.get(producer)) for event, producer in events], sorted(steps))
+    return Trace([until_its_end(event, ends.get(producer)) for event, producer in calls], sorted(steps))
+
+
+def _ends(events: list, began: Mapping[int, float], names: set[str]) -> Iterator[tuple[int, float]]:
+    """(producer id of a call, when it ended) for every end that a thread marks. `names`: of events that go on with others."""
+    tasks: list[list[float]] = [[]]  # for each task within a task: when calls began in it
+    for event in sorted(events, key=lambda e: (e.start_ns, -e.end_ns)):
+        now = event.start_ns / 1e9
+        if event.name == TASK:
+            tasks.append([])
+        elif event.name == TASK_DONE:
+            tasks = tasks[:-1] or [[]]
+        elif event.name.startswith(END):
+            for producer in _stats(event, "_c").values():
+                later = bisect.bisect_right(tasks[-1], began.get(producer, now))
+                yield producer, min([now, *tasks[-1][later : later + 1]])
+        elif event.name in names:
+            tasks[-1].append(now)
 
 
 def until_its_end(event: Event, ended_s: float | None) -> Event:
@@ -110,6 +130,8 @@ def _stats(event, *keys: str) -> dict:
 
 def _operation(plane: str, line: str, event) -> list[tuple[Event, int | None]]:
     """A call and the id that its end will name; nothing for an event of another sort."""
+    if event.name in OTHERS or event.name.startswith(END):
+        return []
     stats = _stats(event, "hlo_op", "hlo_module", "device_ordinal", "_p")
     if "hlo_op" in stats:
         op, module = str(stats["hlo_op"]), str(stats.get("hlo_module", ""))

@@ -11,10 +11,14 @@ from sharder.config import UserError
 from sharder.instrument.profile import CompiledProgram, Programs, Timing, measure_shares, verdict
 from sharder.instrument.trace import (
     END,
+    GOES_ON,
     STEP,
+    TASK,
+    TASK_DONE,
     Event,
     Trace,
     clip,
+    covered,
     exposed_share,
     newest,
     read,
@@ -114,6 +118,13 @@ def test_a_profiler_that_stretches_steps_changes_no_share():
     assert found.least_coverage == pytest.approx(1.5)
 
 
+def test_a_machine_that_was_slower_without_the_profiler_leaves_no_device_idle():
+    """Nine of twelve traced seconds, against a step of eighteen: a quarter is idle, and not a half."""
+    found = measured(EVENTS, steps_s=(18.0,))
+    assert found.categories["idle"] == pytest.approx(0.25) and found.categories["attention"] == pytest.approx(0.5)
+    assert found.least_coverage == pytest.approx(0.5)
+
+
 def test_time_between_the_operations_of_a_loop_is_idle_unless_a_scope_claims_it():
     """A second after each of two products in a loop over layers, and after one in a loop inside of the feed-forward."""
     events = [event(0, 4, "layers"), event(0, 1, "d"), event(2, 3, "d"), event(4, 6, "planted"), event(4, 5, "t")]
@@ -141,13 +152,53 @@ def test_a_file_names_the_ends_of_its_calls(tmp_path, monkeypatch):
     of_device = {"hlo_op": "dot.1", "hlo_module": "jit_step", "device_ordinal": 1}
     calls = [raw("dot.1", start, start + 1, **of_device, _p=producer) for start, producer in ((0, 7), (2, 8), (20, 9))]
     ends = [raw("end: dot.1", 5, 6, _c=8), raw("end: dot.1", 9, 10, _c=7), raw("end: dot.1", 30, 31)]
-    lines = [SimpleNamespace(name="tf_XLAEigen/1", events=[*ends, raw(STEP, 0, 40), *calls])]
+    lines = [SimpleNamespace(name="tf_XLAEigen/1", events=events) for events in (ends, [raw(STEP, 0, 40), *calls])]
     data = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=lines)])
     monkeypatch.setattr(ProfileData, "from_file", lambda path: data)
     found = read(tmp_path / "x.xplane.pb").events
     assert [(e.start_s, e.returned_s, e.end_s, e.device) for e in found] == [
         (0.0, 1.0, 9.0, "cpu:1"), (2.0, 3.0, 5.0, "cpu:1"), (20.0, None, 21.0, "cpu:1")
     ]  # fmt: skip
+
+
+def test_an_end_that_is_marked_late_is_where_its_thread_went_on_with_others(tmp_path, monkeypatch):
+    """The thread that finds `a` done at 3 runs `b` and `c`, which waited for it, and only then marks the end of `a`, and of the
+    loop that `a` was the last of; what it does in another region is no part of that."""
+    of_device = {"hlo_module": "jit_step", "device_ordinal": 0}
+    call = lambda op, start, end, producer: raw(op, start, end, hlo_op=op, _p=producer, **of_device)  # noqa: E731
+    first = [raw(STEP, 0, 40), call("loop", 0, 0.5, 6), call("a", 1, 2, 7)]
+    other = [
+        call("z", 1.2, 1.4, 5), raw(TASK, 2.5, 2.5), raw(GOES_ON, 3, 9), call("b", 4, 5, 8), raw("end: b", 5, 5, _c=8),
+        call("c", 5, 6, 9), raw("end: a", 9.1, 9.1, _c=7), raw("end: loop", 9.2, 9.2, _c=6),
+        raw(TASK_DONE, 10, 10), raw(TASK, 11, 11), call("d", 12, 13, 10), call("e", 13, 14, 11), raw("end: c", 15, 15, _c=9),
+    ]  # fmt: skip
+    lines = [SimpleNamespace(name=f"tf_XLAEigen/{i}", events=events) for i, events in enumerate((first, other))]
+    data = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=lines)])
+    monkeypatch.setattr(ProfileData, "from_file", lambda path: data)
+    assert {e.op: (e.start_s, e.end_s) for e in read(tmp_path / "x.xplane.pb").events} == {
+        "loop": (0.0, 3.0), "z": (1.2, 1.4), "a": (1.0, 3.0), "b": (4.0, 5.0), "c": (5.0, 12.0), "d": (12.0, 13.0), "e": (13.0, 14.0)
+    }  # fmt: skip
+
+
+def test_operations_that_wait_for_each_other_do_not_overlap(tmp_path):
+    """On the installed jax: each needs what the one before it made, so that at no moment two of them run."""
+
+    def chain(x):
+        for _ in range(6):
+            x = jnp.tanh(x @ x)
+            x = jax.lax.fori_loop(0, 3, lambda _, y: y @ y / 1000, x)
+        return x
+
+    program = jax.jit(chain).lower(jnp.ones((700, 700))).compile()
+    x = jax.block_until_ready(program(jnp.ones((700, 700))))
+    with recording(tmp_path):
+        for number in range(3):
+            with step_annotation(number):
+                x = jax.block_until_ready(program(x))
+    found = read(newest(tmp_path))
+    work = [e for e in found.events if not e.op.startswith(("while", "call"))]
+    assert len(work) > 60 and any(e.returned_s for e in work)
+    assert sum(e.end_s - e.start_s for e in work) < 1.05 * covered(work)
 
 
 def raw(name: str, start_s: float, end_s: float, **stats):

@@ -104,10 +104,6 @@ def refusals(config: RunConfig, num_replicas: int, jax_version: str) -> list[Fin
             " divided dimensions, in an order that depends on the devices: use adamw, or --parallel.reduction fast."
         )
         found.append(Finding("exact", message, fast, "--optimizer.name"))
-    freeze = getattr(config.model, "freeze", "none")
-    if freeze != "none":
-        message = f"--model.freeze is {freeze}, which exact mode does not know yet: train everything, or use --parallel.reduction fast."
-        found.append(Finding("exact", message, fast, "--model.freeze"))
     if config.parallel.exact_memory == "lean":
         found += _lean_refusals(config, num_replicas, jax_version)
     return found

@@ -1,15 +1,14 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
-
-import numpy as np
 
 from sharder.accounting import account_workers, batch_findings
 from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
 from sharder.exactness import refusals, untested
 from sharder.finding import Finding, Refused, applied, as_arguments
+from sharder.models.freeze import frozen_paths
 from sharder.sharding.divisible import Machine, Remedies, divisors, parameter_findings
 from sharder.sharding.mesh import MeshShape, resolve_mesh_shape
 from sharder.sharding.plan import Plan
@@ -63,7 +62,7 @@ def settle_reduction(config: RunConfig, plan: Plan, platform: str, memory_bytes:
     except UserError as error:
         reasons.append(str(error))
     if plan.policy == "fsdp" and plan.mesh.fsdp > 1:
-        reasons.append(_copy_does_not_fit(plan, memory_bytes))
+        reasons.append(_copy_does_not_fit(plan, memory_bytes, frozen_paths(config.model, plan.leaves)))
     why = next((reason for reason in reasons if reason), None)
     return (exact, None) if why is None else (with_reduction(config, "fast"), why)
 
@@ -72,14 +71,15 @@ def with_reduction(config: RunConfig, reduction: str) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, reduction=reduction))
 
 
-def _copy_does_not_fit(plan: Plan, memory_bytes: int | None) -> str | None:
+def _copy_does_not_fit(plan: Plan, memory_bytes: int | None, frozen: Collection[str]) -> str | None:
     """Why the whole copy of exact mode is not shown to fit, or None. Half of the memory is left to activations."""
     if memory_bytes is None:
         return "exact mode needs a whole copy of the parameters on every device, and how much memory a device has is not known"
-    whole = plan.param_bytes_per_device("compute")
-    # Under fsdp: parameters, and moments and a moving average in float32, divided; a copy, and two gradients in float32, whole.
-    elements = whole // np.dtype(next(iter(plan.leaves.values())).decl.dtype).itemsize
-    needed = plan.param_bytes_per_device("storage") + 12 * elements // plan.mesh.fsdp + whole + 8 * elements
+    # Under fsdp: parameters, and of what is trained moments and a moving average in float32, divided; a copy, and two gradients
+    # in float32, whole.
+    gradient = plan.param_bytes_per_device("compute", frozen, "float32")
+    copies = sum(plan.param_bytes_per_device(layout) for layout in ("storage", "compute"))
+    needed = copies + 3 * gradient // plan.mesh.fsdp + 2 * gradient
     if 2 * needed <= memory_bytes:
         return None
     return (

@@ -12,7 +12,7 @@ all-to-all differ from device to device: of h hosts each device gets (h-1)/h G f
 first would leave each of its m members (h-1)/h G/m.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sharder.instrument.bound import GATHER, OTHER, REDUCE, TENSOR, Bounds, lower_bounds
@@ -24,17 +24,21 @@ Programs = Mapping[str, str]
 """Text of each compiled program by its name in `sharder.train.exact.ExactStep.programs`."""
 
 
-def exact_bounds(plan: Plan, compute_dtype: str, num_slots: int, tokens_per_slot: int, lean: bool) -> Bounds:
-    """`tokens_per_slot`: of one virtual worker."""
+def exact_bounds(
+    plan: Plan, compute_dtype: str, num_slots: int, tokens_per_slot: int, lean: bool, frozen: Collection[str] = ()
+) -> Bounds:
+    """`tokens_per_slot`: of one virtual worker. `frozen`: parameters without gradients."""
     mesh = plan.mesh
     f, d, n = mesh.fsdp, mesh.data, mesh.num_replicas
     sums = copy = 0.0
-    for leaf in plan.leaves.values():
+    for path, leaf in plan.leaves.items():
         gradient, own = (bytes_per_device(leaf.decl.shape, t, leaf.compute, mesh) for t in ("float32", leaf.decl.dtype))
+        gradient = 0 if path in frozen else gradient
         whole_again = (d - 1) / d * gradient / f if leaf.divided else (n - 1) / n * gradient
         sums += (n - 1) / n * gradient + whole_again
-        copy += (f - 1) / f * own if leaf.divided else 0
-    fast = lower_bounds(plan, compute_dtype, num_slots, tokens_per_slot)
+        moves = leaf.divided and (plan.policy == "fsdp" or path not in frozen)
+        copy += (f - 1) / f * own if moves else 0
+    fast = lower_bounds(plan, compute_dtype, num_slots, tokens_per_slot, frozen)
     gather = fast[GATHER, ("fsdp",)] if lean else copy
     tensor = (TENSOR, ("tensor",))
     return {(GATHER, ("fsdp",)): gather, (REDUCE, REPLICA_AXES): num_slots * sums, tensor: fast[tensor]}

@@ -81,7 +81,8 @@ def memory_of(step: Step) -> Memory:
 def predict_step(step: Step, accelerator: Accelerator | None, devices_per_host: int) -> Prediction:
     model, memory, sizes = step.config.model, memory_of(step), (step.num_slots, step.tokens_per_slot)
     if step.num_microbatches:
-        bounds = exact_bounds(step.plan, model.compute_dtype, *sizes, step.config.parallel.exact_memory == "lean")
+        lean = step.config.parallel.exact_memory == "lean"
+        bounds = exact_bounds(step.plan, model.compute_dtype, *sizes, lean, step.declared.frozen)
     else:
         bounds = lower_bounds(step.plan, model.compute_dtype, *sizes, step.declared.frozen)
     share = trace_share(step.declared, step.plan, step.batch, "update" if step.num_slots == 1 else "storage")

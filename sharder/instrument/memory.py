@@ -15,6 +15,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import jax
 import numpy as np
@@ -58,10 +59,6 @@ class Memory:
         return self.total - self.state - self.batch
 
 
-def elements(plan: Plan, layout: Layout) -> int:
-    return sum(math.prod(local_shape(leaf, plan, layout)) for leaf in plan.leaves.values())
-
-
 def state_bytes(state: StateLeaves, plan: Plan) -> dict[str, int]:
     """Exact bytes at rest of `params`, `opt_state` and `ema`; the step counter counts to the optimizer."""
     found = {"params": 0, "opt_state": 0, "ema": 0}
@@ -75,10 +72,11 @@ def estimate_memory(declared: Declared, plan: Plan, state: StateLeaves, batch: S
     """Of the declarative step. `batch`: the examples of one replica in one slot."""
     gradient: Layout = "update" if num_slots == 1 else "storage"
     moment = worst_moment(trace_share(declared, plan, batch, gradient).jaxpr)
-    accumulators = 0 if num_slots == 1 else 4 * elements(plan, "storage")
+    wide = partial(plan.param_bytes_per_device, without=declared.frozen, dtype="float32")
+    accumulators = 0 if num_slots == 1 else wide("storage")
     # The update holds gradients in the update layout, and under zero the whole new parameters while they are gathered.
-    update = plan.param_bytes_per_device("update") if num_slots == 1 else accumulators
-    gathered = plan.param_bytes_per_device("storage") if plan.policy == "zero" and plan.mesh.fsdp > 1 else 0
+    update = plan.param_bytes_per_device("update", declared.frozen) if num_slots == 1 else accumulators
+    gathered = plan.param_bytes_per_device("storage", declared.frozen) if plan.policy == "zero" and plan.mesh.fsdp > 1 else 0
     known = {**state_bytes(state, plan), "batch": num_slots * _nbytes(batch)}
     if update + gathered > accumulators + moment.total_bytes:
         return Memory(**known, gradients=update, activations=0, temporary=0, communication=gathered)
@@ -92,8 +90,9 @@ def estimate_exact_memory(
     `batch`: one microbatch of a virtual worker; `num_slots`: virtual workers of each replica."""
     gradient: Layout = "update" if lean else "compute"
     moment = worst_moment(trace_share(declared, plan, batch, gradient, gathers=lean).jaxpr)
-    accumulators = (int(math.log2(num_slots)) + 1) * 4 * elements(plan, "update")
-    accumulators += 4 * elements(plan, gradient) if num_microbatches > 1 else 0
+    wide = partial(plan.param_bytes_per_device, without=declared.frozen, dtype="float32")
+    accumulators = (int(math.log2(num_slots)) + 1) * wide("update")
+    accumulators += wide(gradient) if num_microbatches > 1 else 0
     copy = plan.param_bytes_per_device("compute") if not lean and plan.policy == "fsdp" and plan.mesh.fsdp > 1 else 0
     parts = _parts(moment, plan, gradient, accumulators)
     parts["communication"] += copy

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from sharder.config import ModelConfig
-from sharder.models.build import Declared, unflatten
+from sharder.models.build import Declared, merged, unflatten
 from sharder.ops.layout import Body, Tree, remat_body
 from sharder.sharding.plan import LeafPlan, Plan, divisor
 from sharder.sharding.policy import Layout
@@ -89,7 +89,7 @@ def _transfer(how: str, shape: tuple[int, ...], dtype: str, p: jax.Array) -> jax
 def trace_share(
     declared: Declared, plan: Plan, batch: Mapping[str, jax.ShapeDtypeStruct], gradient: Layout, gathers: bool = True
 ) -> ClosedJaxpr:
-    """Loss and gradients of one accumulation slot on one device.
+    """Loss and gradients of one accumulation slot on one device; of frozen parameters there are none.
 
     `batch`: of one replica, (microbatch_size, ...). `gradient`: the layout in which gradients leave a block. `gathers`: blocks
     gather their weights where the policy divides storage; otherwise all come in the compute layout.
@@ -117,13 +117,15 @@ class _Trace:
 @lru_cache(128)
 def _trace(wanted: _Trace) -> ClosedJaxpr:
     plan, gradient, batch = wanted.plan, wanted.gradient, dict(wanted.batch)
-    params = {p: jax.ShapeDtypeStruct(local_shape(x, plan, gradient), x.decl.dtype) for p, x in plan.leaves.items()}
+    declared = wanted.declared
+    params = unflatten({p: jax.ShapeDtypeStruct(local_shape(x, plan, gradient), x.decl.dtype) for p, x in plan.leaves.items()})
     layout = LocalLayout(plan, wanted.key[3])
     num = jax.tree.leaves(batch)[0].shape[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num))
 
-    def loss(params, batch, keys):
-        losses, weights = nnx.merge(wanted.declared.graphdef, params).losses(batch, keys, layout)
+    def loss(trained, params, batch, keys):
+        whole = merged(trained, params) if declared.frozen else trained
+        losses, weights = nnx.merge(declared.graphdef, whole).losses(batch, keys, layout)
         return losses.sum(), weights.sum()
 
-    return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(unflatten(params), batch, keys)
+    return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(declared.only_trained(params), params, batch, keys)

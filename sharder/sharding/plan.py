@@ -103,8 +103,10 @@ class Plan:
     def shardings(self, layout: Layout, mesh: Mesh) -> dict[str, NamedSharding]:
         return {path: NamedSharding(mesh, leaf.spec(layout)) for path, leaf in self.leaves.items()}
 
-    def param_bytes_per_device(self, layout: Layout) -> int:
-        return sum(bytes_per_device(x.decl.shape, x.decl.dtype, x.spec(layout), self.mesh) for x in self.leaves.values())
+    def param_bytes_per_device(self, layout: Layout, without: Collection[str] = (), dtype: str | None = None) -> int:
+        """Of all parameters but those whose paths are in `without`, in their own dtypes or in `dtype`."""
+        leaves = (x for path, x in self.leaves.items() if path not in without)
+        return sum(bytes_per_device(x.decl.shape, dtype or x.decl.dtype, x.spec(layout), self.mesh) for x in leaves)
 
 
 def is_small(decl: ParamDecl, factors: list[int], optional: Collection[str]) -> bool:

@@ -113,7 +113,7 @@ class ExactStep:
         """Sums over all workers to the gradients of the mean loss, their global norm, the mean loss, the digest of the
         examples, and which leaves of the gradients are finite."""
         setup, mesh = self.setup, self.setup.mesh
-        leaves = list(setup.plan.leaves.values())
+        leaves = setup.trained_leaves
         chunkings = [chunking(setup, leaf, self.num_workers) for leaf in leaves]
         squares_of = jax.shard_map(
             lambda *grads: ordered_sums_of_squares(grads, chunkings),
@@ -129,7 +129,7 @@ class ExactStep:
                 squares = squares_of(*grads.values())
                 return unflatten(grads), jnp.sqrt(filled_pairwise_sum(squares)), loss / weight, digest, jnp.isfinite(squares)
 
-        out = (unflatten(setup.plan.shardings("update", mesh)), *[setup.replicated()] * 4)
+        out = (setup.gradient_shardings("update"), *[setup.replicated()] * 4)
         slots = (self._slot_scalars(),) * self.layout.num_slots
         program = jax.jit(mean, out_shardings=out)
         return self.kept.compile("mean", lambda: program.lower(self.slots.gradient_shapes, slots))
@@ -142,9 +142,8 @@ class ExactStep:
         def shape(x, dtype=None, sharding=None):
             return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding or x.sharding)
 
-        grads = jax.tree.map(
-            lambda p, s: shape(p, jnp.float32, s), state.params, unflatten(setup.plan.shardings("update", setup.mesh))
-        )
+        trained = setup.declared.only_trained(state.params)
+        grads = jax.tree.map(lambda p, s: shape(p, jnp.float32, s), trained, setup.gradient_shardings("update"))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
         digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
         out = (setup.state_shardings, setup.replicated())

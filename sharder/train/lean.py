@@ -20,6 +20,7 @@ from sharder.ops.ordered import REPLICAS
 from sharder.sharding.manual import ManualLayout
 from sharder.sharding.policy import only_axes
 from sharder.train.kept import Kept
+from sharder.train.optimizer import to_float32
 from sharder.train.setup import Setup
 from sharder.train.state import TrainState
 from sharder.train.step import accumulate
@@ -32,7 +33,7 @@ class LeanSlots:
 
     def __init__(self, setup: Setup, layout: WorkerLayout, state: TrainState, batch: dict, kept: Kept):
         """`state` and `batch` (one slot): arrays or shapes; everything is compiled here."""
-        self.setup, self.layout = setup, layout
+        self.setup, self.layout, declared = setup, layout, setup.declared
         self.num_worker_runs = 0
         """How many workers this process has computed."""
         mesh, num_replicas = setup.mesh, setup.plan.mesh.num_replicas
@@ -41,19 +42,21 @@ class LeanSlots:
 
         def slot_sums(params, batch, seed, step, slot):
             worker = slot * num_replicas + jax.lax.axis_index(REPLICAS)
-            shards = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            graphdef = setup.declared.graphdef
-            grads, *scalars = accumulate(graphdef, manual, lambda g: g, shards, batch, seed, step, worker * layout.worker_size)
+            # What is frozen has no gradient to be added up, and keeps its dtype.
+            shards, frozen = to_float32(declared.only_trained(params)), params if declared.frozen else None
+            first = worker * layout.worker_size
+            grads, *scalars = accumulate(declared.graphdef, manual, lambda g: g, shards, batch, seed, step, first, frozen)
             return grads, *(x[None] for x in scalars)
 
         specs = unflatten({path: only_axes(leaf.storage, REPLICAS) for path, leaf in setup.plan.leaves.items()})
         program = jax.shard_map(
-            slot_sums, mesh=mesh, in_specs=(specs, rows, none, none, none), out_specs=(specs, rows, rows, rows),
+            slot_sums, mesh=mesh, in_specs=(specs, rows, none, none, none),
+            out_specs=(declared.only_trained(specs), rows, rows, rows),
             axis_names=set(REPLICAS), check_vma=False,
         )  # fmt: skip
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
         scalars = [jax.ShapeDtypeStruct((), t, sharding=setup.replicated()) for t in (jnp.uint32, jnp.int32, jnp.int32)]
-        out = (unflatten(setup.plan.shardings("update", mesh)), *[NamedSharding(mesh, rows)] * 3)
+        out = (setup.gradient_shardings("update"), *[NamedSharding(mesh, rows)] * 3)
 
         def lower() -> jax.stages.Lowered:
             lowered = jax.jit(program, out_shardings=out).lower(*jax.tree.map(shape, (state.params, batch)), *scalars)
@@ -63,7 +66,7 @@ class LeanSlots:
         self._slot = kept.compile("slot", lower)
         self._numbers = [jax.device_put(jnp.int32(i), setup.replicated()) for i in range(layout.num_slots)]
         self.gradient_shapes = jax.tree.map(
-            lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), state.params, out[0]
+            lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), declared.only_trained(state.params), out[0]
         )
 
     @staticmethod

@@ -13,10 +13,11 @@ from sharder.cluster import device_memory_bytes
 from sharder.config import RunConfig
 from sharder.data.loader import BatchLayout, WorkerLayout
 from sharder.finding import Refused
-from sharder.models.build import Declared
+from sharder.models.build import Declared, unflatten
 from sharder.sharding.divisible import Machine
 from sharder.sharding.mesh import make_mesh
-from sharder.sharding.plan import Plan
+from sharder.sharding.plan import LeafPlan, Plan
+from sharder.sharding.policy import Layout
 from sharder.train.inspection import Inspection, inspect
 from sharder.train.state import TrainState, shardings, state_specs
 
@@ -41,6 +42,15 @@ class Setup:
     def train_batch(self) -> BatchLayout:
         """Of the run's own step."""
         return self.workers or self.batch
+
+    @property
+    def trained_leaves(self) -> list[LeafPlan]:
+        """Parameters that have gradients, by sorted path."""
+        return [leaf for path, leaf in self.plan.leaves.items() if path not in self.declared.frozen]
+
+    def gradient_shardings(self, layout: Layout) -> dict:
+        """Of a tree of gradients."""
+        return unflatten({leaf.path: NamedSharding(self.mesh, leaf.spec(layout)) for leaf in self.trained_leaves})
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharder.models.build import flatten, merged, unflatten
+from sharder.models.build import flatten, merged
 from sharder.ops.layout import Layout
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES
@@ -126,7 +126,8 @@ def finish_step(setup: Setup, state: TrainState, grads, norm, loss, batch_digest
     `grads` are those of the mean loss, in the update layout, and `norm` their global norm; `batch_digest` is handed on.
     Where `halted`, or where loss or norm is not finite, the state stays as it was.
     """
-    update_shardings = unflatten(setup.plan.shardings("update", setup.mesh))
+    # What is frozen stays where it is.
+    update_shardings = merged(setup.gradient_shardings("update"), setup.state_shardings.params)
     with jax.named_scope("optimizer"):
         params = with_sharding_constraint(state.params, update_shardings)
         placed = TrainState(state.step, params, state.opt_state, state.ema)
@@ -158,8 +159,7 @@ def lower_step(setup: Setup, arguments: tuple) -> jax.stages.Lowered:
     gradient_layout = "update" if setup.batch.num_slots == 1 else "storage"
     compute = ComputeLayout(setup.mesh, setup.plan, gradient_layout)
     declared = setup.declared
-    gradient_shardings = declared.only_trained(unflatten(setup.plan.shardings(gradient_layout, setup.mesh)))
-    update_shardings = declared.only_trained(unflatten(setup.plan.shardings("update", setup.mesh)))
+    gradient_shardings, update_shardings = (setup.gradient_shardings(layout) for layout in (gradient_layout, "update"))
 
     def train_step(state: TrainState, batch: dict, seed: jax.Array, stop: jax.Array, halted: jax.Array):
         pin = lambda grads: with_sharding_constraint(grads, gradient_shardings)  # noqa: E731

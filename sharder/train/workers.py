@@ -20,6 +20,7 @@ from sharder.ops.layout import SINGLE
 from sharder.ops.ordered import REPLICAS, ordered_sum
 from sharder.sharding.compute import ComputeLayout
 from sharder.sharding.mesh import AXES, make_group_mesh
+from sharder.sharding.plan import LeafPlan
 from sharder.sharding.policy import storage_dim
 from sharder.train.executables import Devices
 from sharder.train.kept import Kept
@@ -46,6 +47,7 @@ class WorkerSlots:
         self.num_worker_runs = 0
         """How often the worker's program ran in this process."""
         self.leaves = list(setup.plan.leaves.values())
+        self.trained = setup.trained_leaves
         self._gather = self._compile_gather(state)
         self._workers = kept.compile_for_groups(
             "worker", partial(self._lower_worker, batch), [devices for _, devices in self.replicas]
@@ -54,19 +56,16 @@ class WorkerSlots:
 
     # What is compiled.
 
-    def _shapes(self, specs, mesh: Mesh, lead: tuple[int, ...] = (), dtype=None) -> Tree:
-        """Parameter-shaped arrays with these specs, by path, behind further leading dimensions."""
+    def _shapes(self, leaves: list[LeafPlan], specs, mesh: Mesh, lead: tuple[int, ...] = (), dtype=None) -> Tree:
+        """Arrays of the shapes of these parameters with these specs, by path, behind further leading dimensions."""
         return unflatten(
             {
                 leaf.path: jax.ShapeDtypeStruct(
                     lead + leaf.decl.shape, dtype or leaf.decl.dtype, sharding=NamedSharding(mesh, spec)
                 )
-                for leaf, spec in zip(self.leaves, specs)
+                for leaf, spec in zip(leaves, specs)
             }
         )
-
-    def _compute_shardings(self, mesh: Mesh) -> Tree:
-        return unflatten({leaf.path: NamedSharding(mesh, leaf.compute) for leaf in self.leaves})
 
     def _compile_gather(self, state: TrainState):
         if self.setup.plan.policy != "fsdp" or self.setup.plan.mesh.fsdp == 1:
@@ -75,7 +74,7 @@ class WorkerSlots:
         def gather(params):
             return params
 
-        identity = jax.jit(gather, out_shardings=self._compute_shardings(self.setup.mesh))
+        identity = jax.jit(gather, out_shardings=unflatten(self.setup.plan.shardings("compute", self.setup.mesh)))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.params)
         return self.kept.compile("gather", lambda: identity.lower(shapes))
 
@@ -85,30 +84,32 @@ class WorkerSlots:
         whole = NamedSharding(mesh, PartitionSpec())
         grouped = len(devices) > 1
         layout = ComputeLayout(mesh, self.setup.plan, "compute", storage="compute") if grouped else SINGLE
-        pinned = self._compute_shardings(mesh)
-        rows_out = unflatten({leaf.path: NamedSharding(mesh, PartitionSpec(None, *leaf.compute)) for leaf in self.leaves})
+        declared = self.setup.declared
+        pinned = unflatten({leaf.path: NamedSharding(mesh, leaf.compute) for leaf in self.trained})
+        rows_out = unflatten({leaf.path: NamedSharding(mesh, PartitionSpec(None, *leaf.compute)) for leaf in self.trained})
 
         def worker(params, batch, seed, step, first_example):
             pin = (lambda grads: jax.lax.with_sharding_constraint(grads, pinned)) if grouped else (lambda grads: grads)
-            sums = accumulate(self.setup.declared.graphdef, layout, pin, params, batch, seed, step, first_example)
+            trained, frozen = declared.only_trained(params), params if declared.frozen else None
+            sums = accumulate(declared.graphdef, layout, pin, trained, batch, seed, step, first_example, frozen)
             # One row for each replica, to be stacked over replicas without a copy.
             return jax.tree.map(lambda x: x[None], sums)
 
         num = self.layout.num_microbatches
         rows = {k: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype, sharding=whole) for k, x in batch.items()}
         scalars = [jax.ShapeDtypeStruct((), t, sharding=whole) for t in (jnp.uint32, jnp.int32, jnp.int32)]
-        params = self._shapes([leaf.compute for leaf in self.leaves], mesh)
+        params = self._shapes(self.leaves, [leaf.compute for leaf in self.leaves], mesh)
         lowered = jax.jit(worker, out_shardings=(rows_out, whole, whole, whole)).lower(params, rows, *scalars)
         check_kernels(self.setup.config, lowered.as_text(), devices[0].platform, os.environ.get("XLA_FLAGS", ""))
         return lowered
 
     def _stacked_specs(self) -> list[PartitionSpec]:
-        return [PartitionSpec(REPLICAS, *leaf.compute) for leaf in self.leaves]
+        return [PartitionSpec(REPLICAS, *leaf.compute) for leaf in self.trained]
 
     @property
     def _row_is_sum(self) -> bool:
         """With a single replica its row is the sum already, and stays a row: no copy."""
-        return self.setup.plan.mesh.num_replicas == 1 and {x.decl.dtype for x in self.leaves} == {"float32"}
+        return self.setup.plan.mesh.num_replicas == 1 and {x.decl.dtype for x in self.trained} == {"float32"}
 
     def _compile_reduce(self):
         """Gradients of all replicas, stacked, to their ordered sum in the update layout, float32."""
@@ -119,28 +120,28 @@ class WorkerSlots:
         @jax.named_scope("gradient_sums")
         def reduce(stacked):
             sums = {}
-            for leaf in self.leaves:
+            for leaf in self.trained:
                 x = flatten(stacked)[leaf.path][0].astype(jnp.float32)
                 dim = storage_dim(leaf.decl.axes, plan.rules)
                 sums[leaf.path] = ordered_sum(x, dim, plan.mesh.data, plan.mesh.fsdp, leaf.divided)
             return unflatten(sums)
 
-        specs = unflatten(dict(zip(plan.leaves, self._stacked_specs())))
-        out = unflatten({leaf.path: leaf.update for leaf in self.leaves})
+        specs = unflatten({leaf.path: spec for leaf, spec in zip(self.trained, self._stacked_specs())})
+        out = unflatten({leaf.path: leaf.update for leaf in self.trained})
         program = jax.jit(
             jax.shard_map(reduce, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names=set(AXES), check_vma=False)
         )
         # Accumulated gradients are float32; a single microbatch keeps the parameters' own dtype.
         dtype = jnp.float32 if self.layout.num_microbatches > 1 else None
-        shapes = self._shapes(self._stacked_specs(), mesh, (plan.mesh.num_replicas,), dtype)
+        shapes = self._shapes(self.trained, self._stacked_specs(), mesh, (plan.mesh.num_replicas,), dtype)
         return self.kept.compile("reduce", lambda: program.lower(shapes))
 
     @property
     def gradient_shapes(self) -> Tree:
         """Of a slot's ordered sum: in the update layout, or a row."""
         if self._row_is_sum:
-            return self._shapes(self._stacked_specs(), self.setup.mesh, (1,))
-        return self._shapes([leaf.update for leaf in self.leaves], self.setup.mesh, dtype=jnp.float32)
+            return self._shapes(self.trained, self._stacked_specs(), self.setup.mesh, (1,))
+        return self._shapes(self.trained, [leaf.update for leaf in self.trained], self.setup.mesh, dtype=jnp.float32)
 
     @staticmethod
     def gradient(leaf: jax.Array, declared_ndim: int) -> jax.Array:

@@ -37,6 +37,7 @@ Reduction = Literal["auto", "exact", "fast"]
 ExactMemory = Literal["copy", "lean"]
 BestMetric = Literal["validation_loss", "loss"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
+Moments = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ class ParallelConfig:
             require(value is None or value >= 1, f"parallel.{name}", value, "at least 1")
 
 
+MOMENT_BYTES: dict[Moments, int] = {"float32": 8, "bfloat16": 4, "int8": 2}
+"""Of both moments of an element; what blocks add is below 0.3."""
+LARGEST_DECAY: dict[Moments, tuple[float, float]] = {"float32": (1.0, 1.0), "bfloat16": (0.996, 0.99975), "int8": (0.97, 0.97)}
+"""b1 and b2 with which moments kept so still fall where gradients vanish (sharder.train.moments)."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An update rule with linear warm-up and cosine decay."""
@@ -91,6 +98,8 @@ class OptimizerConfig:
     """Of adamw, as are b2 and eps."""
     b2: float = 0.95
     eps: float = 1e-8
+    moments: Moments = "float32"
+    """How adamw keeps its moments between steps: 8 bytes for each trained parameter, 4 or 2 (docs/memory.md)."""
     momentum: float = 0.95
     """Of muon."""
     factored_min_dim: int = 128
@@ -113,6 +122,16 @@ class OptimizerConfig:
         require(0.0 <= self.final_lr_fraction <= 1.0, "optimizer.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
         require(0.0 <= self.b1 < 1.0, "optimizer.b1", self.b1, "in [0, 1)")
         require(0.0 <= self.b2 < 1.0, "optimizer.b2", self.b2, "in [0, 1)")
+        require(
+            self.moments == "float32" or self.name == "adamw", "optimizer.moments", self.moments,
+            f"float32 with --optimizer.name {self.name}: only adamw's are kept in fewer bits",
+        )  # fmt: skip
+        for name, most in zip(("b1", "b2"), LARGEST_DECAY[self.moments]):
+            require(
+                getattr(self, name) <= most, f"optimizer.{name}", getattr(self, name),
+                f"at most {most} with --optimizer.moments {self.moments}, or a moment could not fall between two steps of its code: keep"
+                " it in more bits",
+            )  # fmt: skip
         require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
         require(self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "above 0, or None")

@@ -30,7 +30,7 @@ class TransformerConfig:
     tie_embeddings: bool = False
     """Use the embedding table as the output projection."""
     param_dtype: Dtype = "float32"
-    """Dtype of parameters and gradients; optimizer moments are always float32."""
+    """Dtype of parameters and gradients; of optimizer moments --optimizer.moments decides."""
     compute_dtype: Dtype = "float32"
     """Dtype of matrix products and activations; the loss is always float32."""
     remat: Remat = "none"

@@ -1,14 +1,15 @@
 """Every reason why a run would fail, found over abstract shapes and told all at once, before anything is allocated."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 
 from sharder.accounting import account_workers, batch_findings
-from sharder.config import LANGUAGE_MODELS, RunConfig, UserError
+from sharder.config import LANGUAGE_MODELS, MOMENT_BYTES, RunConfig, UserError
 from sharder.exactness import refusals, untested
 from sharder.finding import Finding, Refused, applied, as_arguments
-from sharder.models.freeze import frozen_paths
+from sharder.models.build import declare
+from sharder.sharding.blocks import cut_blocks
 from sharder.sharding.divisible import Machine, Remedies, divisors, parameter_findings
 from sharder.sharding.mesh import MeshShape, resolve_mesh_shape
 from sharder.sharding.plan import Plan
@@ -62,7 +63,7 @@ def settle_reduction(config: RunConfig, plan: Plan, platform: str, memory_bytes:
     except UserError as error:
         reasons.append(str(error))
     if plan.policy == "fsdp" and plan.mesh.fsdp > 1:
-        reasons.append(_copy_does_not_fit(plan, memory_bytes, frozen_paths(config.model, plan.leaves)))
+        reasons.append(_copy_does_not_fit(plan, memory_bytes, config))
     why = next((reason for reason in reasons if reason), None)
     return (exact, None) if why is None else (with_reduction(config, "fast"), why)
 
@@ -71,15 +72,16 @@ def with_reduction(config: RunConfig, reduction: str) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, reduction=reduction))
 
 
-def _copy_does_not_fit(plan: Plan, memory_bytes: int | None, frozen: Collection[str]) -> str | None:
+def _copy_does_not_fit(plan: Plan, memory_bytes: int | None, config: RunConfig) -> str | None:
     """Why the whole copy of exact mode is not shown to fit, or None. Half of the memory is left to activations."""
     if memory_bytes is None:
         return "exact mode needs a whole copy of the parameters on every device, and how much memory a device has is not known"
     # Under fsdp: parameters, and of what is trained moments and a moving average in float32, divided; a copy, and two gradients
     # in float32, whole.
-    gradient = plan.param_bytes_per_device("compute", frozen, "float32")
+    elements = plan.param_bytes_per_device("compute", declare(config.model).frozen, "int8")
     copies = sum(plan.param_bytes_per_device(layout) for layout in ("storage", "compute"))
-    needed = copies + 3 * gradient // plan.mesh.fsdp + 2 * gradient
+    divided = 4 + MOMENT_BYTES[config.optimizer.moments]
+    needed = copies + divided * elements // plan.mesh.fsdp + 8 * elements
     if 2 * needed <= memory_bytes:
         return None
     return (
@@ -97,7 +99,7 @@ def findings(config: RunConfig, plan: Plan, known: Surroundings = Surroundings()
     found += refusals(config, plan.mesh.num_replicas, metadata.version("jax"))
     # How many replicas there will be is open where the mesh is.
     found += batch_findings(config, plan.mesh.num_replicas, known.num_examples) if known.mesh_error is None else []
-    found += _sequence(config) + _offload(config, known) + _best(config)
+    found += _sequence(config) + _offload(config, known) + _best(config) + _moments(config, plan)
     if known.data_error is not None:
         found.append(Finding("data", known.data_error, set_at="--data"))
     sound = known.mesh_error is None and not plan.indivisible()
@@ -147,6 +149,23 @@ def _best(config: RunConfig) -> list[Finding]:
         else {"--checkpoint.every": every // validate * validate}
     )
     return [Finding("best", message, nearest, "--checkpoint.best")]
+
+
+def _moments(config: RunConfig, plan: Plan) -> list[Finding]:
+    """Blocks of narrow moments that tensor parallelism would cut: the first, which stands for all."""
+    if config.optimizer.moments == "float32":
+        return []
+    declared = declare(config.model)
+    for path, (block, held) in cut_blocks(plan, declared.rules).items():
+        if path not in declared.frozen:
+            decl = declared.params[path]
+            message = (
+                f"--optimizer.moments is {config.optimizer.moments}, whose blocks of {path} are {block.size} elements along"
+                f" {decl.axes[block.dim]}, but with --parallel.tensor {plan.mesh.tensor} a device holds {held} of its {decl.shape[block.dim]}:"
+                " use --optimizer.moments float32, or a tensor degree that cuts no block."
+            )
+            return [Finding("moments", message, {"--optimizer.moments": "float32"}, "--optimizer.moments")]
+    return []
 
 
 def num_retained(config: RunConfig) -> int:

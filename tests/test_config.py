@@ -131,6 +131,7 @@ REFUSED = [
     (OptimizerConfig, "b1", 1.0),
     (OptimizerConfig, "b2", -0.1),
     (OptimizerConfig, "b2", 1.0),
+    (OptimizerConfig, "moments", "float16"),
     (OptimizerConfig, "eps", 0.0),
     (OptimizerConfig, "weight_decay", -0.1),
     (OptimizerConfig, "clip_norm", 0.0),

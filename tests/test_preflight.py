@@ -176,3 +176,37 @@ def test_a_policy_without_devices_to_divide_over_is_said():
     assert undivided_text(planned(config, MeshShape(4, 2, 1))[1]) is None
     assert undivided_text(planned(config, MeshShape(1, 1, 2))[1]) is None
     assert undivided_text(planned(change(small(), parallel={"policy": "dp"}), MeshShape(8, 1, 1))[1]) is None
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_blocks_of_moments_that_tensor_parallelism_would_cut_are_refused(moments):
+    config = change(small(), model={"mlp_dim": 144}, optimizer={"moments": moments}, parallel={"tensor": 2})
+    [found] = findings(*planned(config, MeshShape(1, 1, 2)))
+    assert f"--optimizer.moments is {moments}" in found and "holds 72 of its 144: use --optimizer.moments float32" in found
+    assert findings(*planned(change(config, model={"mlp_dim": 128}), MeshShape(1, 1, 2))) == []
+    assert findings(*planned(change(config, optimizer={"moments": "float32"}), MeshShape(1, 1, 2))) == []
+
+
+def test_a_copy_of_exact_mode_is_weighed_with_the_moments_that_are_kept_and_the_gradients_there_are():
+    """2 bytes of 8 for the moments; of frozen parameters neither moments nor gradients."""
+    from small_pi0 import small_pi0
+
+    def fits(config, memory_bytes):
+        settled = settle_reduction(*planned(config, MeshShape(1, 2, 1)), "cpu", memory_bytes)[0]
+        return settled.parallel.reduction == "exact"
+
+    def least(config):
+        low, high = 0, 1 << 40
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(config, middle) else (middle, high)
+        return high
+
+    config = change(small_pi0(), parallel={"policy": "fsdp"})
+    num = declare(config.model).num_params
+    assert least(config) == pytest.approx(2 * num * (2 + 4 + 8 + 12 / 2), rel=0.01)
+    assert least(change(config, optimizer={"moments": "int8"})) == pytest.approx(2 * num * (2 + 4 + 8 + 6 / 2), rel=0.01)
+    declared = declare(change(config, model={"freeze": "vision"}).model)
+    trained, stays = declared.trained.num_params, num - declared.trained.num_params
+    frozen = change(config, model={"freeze": "vision"})
+    assert least(frozen) == pytest.approx(2 * (trained * (2 + 4 + 8 + 6) + stays * (1 + 2)), rel=0.01)

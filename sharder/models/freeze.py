@@ -31,7 +31,7 @@ def frozen_paths(config, paths) -> frozenset[str]:
 
 
 def describe(params: Mapping[str, ParamDecl], frozen: frozenset[str]) -> str:
-    """Trained and frozen parameters and their bytes, by part of the model; what is trained adds 8 bytes of moments each."""
+    """Trained and frozen parameters and their bytes, by part of the model; what is trained adds the optimizer's moments."""
     parts: dict[str, list[int]] = {}
     for path, decl in params.items():
         names = path.split("/")

@@ -58,6 +58,23 @@ def chunking(setup: Setup, leaf: LeafPlan, num_workers: int) -> Chunking:
     return Chunking(dim, count, mesh.fsdp if leaf.divided else 1, max(tensor))
 
 
+def compile_finish(setup: Setup, kept: Kept, state: TrainState, stop, halted) -> jax.stages.Compiled:
+    """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the sums were
+    inside it, the compiler moved the clipping factor through the moments differently for n = 1."""
+
+    def shape(x, dtype=None, sharding=None):
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding or x.sharding)
+
+    trained = setup.declared.only_trained(state.params)
+    grads = jax.tree.map(lambda p, s: shape(p, jnp.float32, s), trained, setup.gradient_shardings("update"))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
+    digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
+    out = (setup.state_shardings, setup.replicated())
+    program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
+    shapes = jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop), shape(halted)
+    return kept.compile("finish", lambda: program.lower(*shapes))
+
+
 class ExactStep:
     """The compiled step (state, batch, seed, stop flags, halted) -> (state, metrics); the state is donated."""
 
@@ -72,7 +89,7 @@ class ExactStep:
         self.slots = SLOTS[setup.config.parallel.exact_memory](setup, layout, state, batch[0], self.kept)
         self._add = self._compile_add()
         self._mean = self._compile_mean()
-        self._finish = self._compile_finish(state, stop, halted)
+        self._finish = compile_finish(setup, self.kept, state, stop, halted)
 
     @property
     def num_worker_runs(self) -> int:
@@ -133,23 +150,6 @@ class ExactStep:
         slots = (self._slot_scalars(),) * self.layout.num_slots
         program = jax.jit(mean, out_shardings=out)
         return self.kept.compile("mean", lambda: program.lower(self.slots.gradient_shapes, slots))
-
-    def _compile_finish(self, state: TrainState, stop, halted):
-        """Update and fingerprint. A program of its own, whose inputs are the same at any number of replicas: where the
-        sums were inside it, the compiler moved the clipping factor through the moments differently for n = 1."""
-        setup = self.setup
-
-        def shape(x, dtype=None, sharding=None):
-            return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding or x.sharding)
-
-        trained = setup.declared.only_trained(state.params)
-        grads = jax.tree.map(lambda p, s: shape(p, jnp.float32, s), trained, setup.gradient_shardings("update"))
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=setup.replicated())
-        digest = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=setup.replicated())
-        out = (setup.state_shardings, setup.replicated())
-        program = jax.jit(partial(finish_step, setup), out_shardings=out, donate_argnums=0)
-        shapes = jax.tree.map(shape, state), grads, scalar, scalar, digest, shape(stop), shape(halted)
-        return self.kept.compile("finish", lambda: program.lower(*shapes))
 
     def __call__(self, state: TrainState, batch: list[dict], seed, stop, halted) -> tuple[TrainState, Metrics]:
         shared, self.waited_s = self.slots.begin(state, seed), 0.0

@@ -15,6 +15,7 @@ from sharder.config import OptimizerConfig
 from sharder.models.build import Declared, unflatten
 from sharder.sharding.plan import LeafPlan, Plan
 from sharder.train.matrices import is_hidden_matrix, orthogonalized, scale_by_factored_moments, side_sizes, side_spec, sides
+from sharder.train.moments import scale_by_narrow_adam
 
 Place = Callable[[jax.Array], jax.Array]
 
@@ -40,7 +41,9 @@ def decay_mask(declared: Declared) -> dict:
 
 
 def _adamw(config: OptimizerConfig, declared: Declared, place: Place) -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if config.moments == "float32":
+        return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    return scale_by_narrow_adam(config, declared)
 
 
 def _adafactor(config: OptimizerConfig, declared: Declared, place: Place) -> optax.GradientTransformation:
@@ -78,14 +81,18 @@ def owner(path: str, plan: Plan) -> LeafPlan | None:
 def optimizer_spec(path: str, shape: tuple[int, ...], plan: Plan) -> PartitionSpec:
     """Where an array of optimizer state lives, `path` as in opt_state/0/mu/blocks/q: with its parameter in the update layout.
 
-    Adafactor's averages over rows and columns are divided as the side of the matrix that they run along; what belongs to no
-    parameter, counters, is whole. Any other shape is an error, never silently whole.
+    Adafactor's averages over rows and columns are divided as the side of the matrix that they run along; exponents that blocks of
+    moments share, as their parameter; what belongs to no parameter, counters, is whole. Any other shape is an error, never
+    silently whole.
     """
     leaf = owner(path, plan)
     if leaf is None or leaf.decl.shape == shape:
         assert leaf is not None or shape == (), f"{path} {shape} belongs to no parameter"
         return PartitionSpec() if leaf is None else leaf.update
     kind = path.removesuffix(leaf.path).rstrip("/").split("/")[-1]
+    if kind in ("mu_exponents", "nu_exponents"):
+        assert len(shape) == len(leaf.decl.shape) and sum(a != b for a, b in zip(shape, leaf.decl.shape)) == 1, (path, shape)
+        return leaf.update
     side = {"row": 0, "col": 1}.get(kind)
     assert side is not None and shape[1:] == (side_sizes(leaf.decl)[side],), (
         f"no rule for {path} {shape} of {leaf.path} {leaf.decl.shape}"

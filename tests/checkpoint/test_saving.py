@@ -16,10 +16,10 @@ from sharder.checkpoint import save
 from sharder.checkpoint.restore import restore_numpy
 from sharder.checkpoint.retention import remove_others, retained
 from sharder.checkpoint.save import SaveFailed, Saver, bytes_at_once, bytes_to_copy, no_room
-from sharder.config import CheckpointConfig
+from sharder.config import CheckpointConfig, OptimizerConfig, UserError
 from sharder.events import EventLog, read_json_lines
 from sharder.train.fingerprint import digests, hex_digest
-from sharder.train.saved import restore_state
+from sharder.train.saved import check_fits, restore_state
 from sharder.train.setup import prepare
 from sharder.train.state import by_path, create_state
 
@@ -49,6 +49,31 @@ def test_any_number_of_devices_restores_what_any_number_wrote(tmp_path, written)
         found = by_path(restore_state(on_devices(read), tmp_path, 0))
         assert all((np.asarray(found[p]) == np.asarray(leaves[p])).all() for p in leaves)
         assert len(found["params/blocks/mlp_in"].sharding.device_set) == read
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_moments_in_fewer_bits_are_restored_on_any_number_of_devices(tmp_path, moments):
+    """Random bits in all that is narrow."""
+
+    def on(count):
+        config = on_devices(count).config
+        return prepare(dataclasses.replace(config, optimizer=OptimizerConfig(moments=moments)), jax.devices()[:count])
+
+    setup, rng = on(2), np.random.default_rng()
+    leaves = by_path(create_state(setup.config, setup.declared, setup.state_shardings))
+    narrow = {p: x for p, x in leaves.items() if p.startswith("opt_state") and x.dtype in ("uint8", "uint16", "bfloat16")}
+    assert {p.split("/")[2] for p in narrow} >= {"mu", "nu", "nu_exponents"}
+    bits = {p: rng.integers(0, 1 << 7, x.shape, f"uint{8 * x.dtype.itemsize}") for p, x in narrow.items()}
+    leaves |= {p: jax.device_put(bits[p].view(x.dtype), x.sharding) for p, x in narrow.items()}
+    save_once(tmp_path, leaves).close()
+    for read in (1, 4, 8):
+        found = by_path(restore_state(on(read), tmp_path, 0))
+        assert all(np.asarray(found[p]).tobytes() == np.asarray(leaves[p]).tobytes() for p in leaves)
+        assert (
+            found["opt_state/0/nu/blocks/mlp_in"].addressable_shards[0].data.size == leaves["params/blocks/mlp_in"].size // read
+        )
+    with pytest.raises(UserError, match="opt_state/0/"):
+        check_fits(on_devices(4), tmp_path, 0)
 
 
 def small_leaves():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small import __file__ as SMALL
 from small import needs_tested_jax, sharder
+from small_pi0 import __file__ as SMALL_PI0
 
 from sharder.checkpoint.restore import restore_numpy
 from sharder.data.order import Order
@@ -80,6 +81,24 @@ def test_a_resume_on_other_meshes_goes_on_with_the_same_bits(tmp_path, single):
     run(run_dir, 2, 1, "--train.steps", "13", "--parallel.policy", "zero")
     run(run_dir, 1, 4, "--parallel.policy", "dp", "--parallel.data", "2")
     assert_same(run_dir, single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        (RECIPE, ("--optimizer.moments", "bfloat16")),
+        (RECIPE, ("--optimizer.moments", "int8")),
+        (f"{SMALL_PI0}:small_pi0", ("--model.freeze", "vision", "--checkpoint.every", "1000", "--optimizer.moments", "int8")),
+    ],
+    ids=["bfloat16", "int8", "frozen"],
+)
+def test_narrow_moments_and_frozen_parameters_go_on_with_the_same_bits(tmp_path, recipe, options):
+    whole, parts = run(tmp_path / "whole", 1, 1, *options, recipe=recipe), tmp_path / "parts"
+    run(parts, 1, 1, "--train.steps", "7", *options, recipe=recipe)
+    run(parts, 1, 4, "--parallel.policy", "fsdp", "--train.steps", "13", *options, recipe=recipe)
+    run(parts, 2, 1, "--parallel.policy", "zero", *options, recipe=recipe)
+    assert_same(parts, whole)
 
 
 @pytest.mark.slow

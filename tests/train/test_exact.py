@@ -148,6 +148,31 @@ def test_the_mlp_agrees_too(on_devices, meshes):
     agree(on_devices, config, meshes)
 
 
+MOMENTS = [
+    ("zero", 1, 1),
+    ("fsdp", 1, 4),
+    ("dp", 2, 1),
+    ("fsdp", 2, 4),
+    ("zero", 1, 8),
+    ("dp", 8, 1),
+    ("fsdp", 2, 2),
+    ("fsdp", 1, 2),
+]
+
+
+@pytest.mark.slow  # tests/train/test_moments.py has a shorter one, of the update alone
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@needs_tested_jax
+def test_moments_in_fewer_bits_agree_too(on_devices, reference, moments):
+    found = []
+    for policy, data, fsdp in MOMENTS:
+        on_devices(data * fsdp)
+        config = change(exact(policy=policy, data=data, fsdp=fsdp), optimizer={"moments": moments})
+        found.append(trace(config, steps=6)[0])
+    assert all(f == found[0] for f in found), [[a == b for a, b in zip(f, found[0])] for f in found]
+    assert found[0][:4] != reference, "these are other moments"
+
+
 @some_and_all([(1, 1), (2, 2)], [(1, 1), (2, 1), (2, 2), (1, 8), (4, 2)])
 def test_weighted_targets_agree_too(on_devices, monkeypatch, reference, meshes):
     """Documents packed one after the other: the target that belongs to the next document has weight 0."""

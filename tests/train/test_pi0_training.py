@@ -78,7 +78,9 @@ def test_exact_mode_gives_the_same_bits_with_frozen_parameters(on_devices):
     agree_when_frozen(on_devices, "vision", [("zero", 1, 1, 1, "copy"), ("fsdp", 1, 4, 1, "copy")], 2)
 
 
-COPIES = [(policy, *mesh, 1, "copy") for policy in ("dp", "zero", "fsdp") for mesh in ((1, 1), (1, 2), (2, 2), (2, 4), (1, 8), (8, 1))]
+COPIES = [
+    (policy, *mesh, 1, "copy") for policy in ("dp", "zero", "fsdp") for mesh in ((1, 1), (1, 2), (2, 2), (2, 4), (1, 8), (8, 1))
+]
 TENSOR = [("fsdp", 1, 1, 2, "copy"), ("zero", 2, 2, 2, "copy")]
 LEAN = [("fsdp", 1, 2, 1, "lean"), ("fsdp", 2, 2, 1, "lean"), ("fsdp", 1, 8, 1, "lean")]
 

@@ -39,6 +39,7 @@ def quick(name: str, *arguments: str) -> dict[str, dict]:
     return {line["figure"]: line for line in lines}
 
 
+@pytest.mark.slow
 def test_loader_prints_its_figures():
     lines = quick("loader")
     assert set(lines) == LOADER
@@ -72,6 +73,7 @@ def test_step_prints_its_figures_with_and_without_torch():
     assert all(math.isfinite(line["value"]) for line in lines.values())
 
 
+@pytest.mark.slow
 def test_what_pytorch_needs_is_exported(tmp_path):
     code = "import sys; from lines import *; export_steps(Pieces(resolve((*OPTIONS, *QUICK))), sys.argv[1], 2)"
     command = [sys.executable, "-c", code, str(tmp_path / "steps.npz")]
@@ -139,6 +141,7 @@ DATA = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_data_prints_its_figures():
     command = [sys.executable, str(BENCH / "data.py"), "--quick", "--no-training"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)

@@ -49,7 +49,9 @@ def whole(tmp_path_factory):
 OPTIONS = ("--cluster.cpu-devices", "2", "--train.steps", "400", "--checkpoint.every", "50")
 
 
-@pytest.mark.parametrize("sign, code", [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "sign, code", [pytest.param(signal.SIGINT, 75, marks=pytest.mark.slow), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
+)
 def test_any_signal_then_the_same_command_gives_the_same_bits(tmp_path, whole, sign, code):
     arguments = ("train", RECIPE, "--run-dir", tmp_path / "run", *OPTIONS)
     process = start(*arguments)

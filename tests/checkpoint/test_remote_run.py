@@ -124,6 +124,7 @@ def test_a_store_that_goes_down_costs_the_copies_and_the_end_says_where_the_run_
     assert "step 12 had not got to flaky://bucket/run: it is copied now" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_never_got_there_is_moved_aside_when_the_run_went_on_elsewhere(url, tmp_path, monkeypatch, capsys, whole):
     with monkeypatch.context() as patch, pytest.raises(UserError, match="is not in"):
         down_from(patch, 10)
@@ -155,6 +156,7 @@ def test_the_attempt_that_began_last_owns_the_run(url, monkeypatch):
     assert there(url) == []
 
 
+@pytest.mark.slow
 def test_damage_here_is_mended_from_there(url, whole, capsys):
     assert go(url) == 0
     here = checkpoint.entry(staging_folder(url), 12) / "params" / "d"
@@ -178,6 +180,7 @@ def test_damage_there_costs_the_steps_since_the_checkpoint_before_it(url, tmp_pa
     assert there(url) == [10, 14]
 
 
+@pytest.mark.slow
 def test_going_back_fetches_what_is_there_alone(url, tmp_path, whole):
     assert go(url) == 0
     shutil.rmtree(tmp_path / "here")
@@ -186,6 +189,7 @@ def test_going_back_fetches_what_is_there_alone(url, tmp_path, whole):
     assert there(url) == [10, 14] and compare(staging_folder(url), whole).identical
 
 
+@pytest.mark.slow
 def test_a_branch_remembers_the_address_that_it_left(url, tmp_path):
     assert go(url, 5) == 0
     branch = parse_branch(bring_branch(f"{url}@5", str(tmp_path / "b")), False)

@@ -51,7 +51,7 @@ def test_any_number_of_devices_restores_what_any_number_wrote(tmp_path, written)
         assert len(found["params/blocks/mlp_in"].sharding.device_set) == read
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_moments_in_fewer_bits_are_restored_on_any_number_of_devices(tmp_path, moments):
     """Random bits in all that is narrow."""
 

@@ -8,6 +8,7 @@ from small import RECIPE, sharder
 
 from sharder.events import read_json_lines
 
+pytestmark = pytest.mark.slow
 HYBRID = ("--parallel.policy", "fsdp", "--parallel.data", "2", "--parallel.fsdp", "2")
 
 

@@ -37,6 +37,7 @@ def test_two_processes_train_as_one(tmp_path, single):
     assert result.stdout.count("finished: step 12") == 1 and "Gloo" not in result.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_resume_a_run_of_one(tmp_path, single):
     options = ("--cluster.cpu-devices", "4", "--parallel.policy", "fsdp", "--train.steps", "6")
     assert sharder("train", RECIPE, "--run-dir", tmp_path / "run", *options).returncode == 0

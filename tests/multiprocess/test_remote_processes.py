@@ -42,6 +42,7 @@ class Hosts:
         return sharder(*command, SHARDER_STAGING=str(self.place / "reader"))
 
 
+@pytest.mark.slow
 @needs_tested_jax
 def test_hosts_that_share_nothing_but_the_store_go_on_after_all_of_them_are_lost(tmp_path):
     hosts = Hosts(tmp_path)

@@ -71,6 +71,7 @@ def test_one_process_goes_on_from_the_memory_of_two_that_were_killed(tmp_path, w
     assert not (MEMORY / f"sharder-{os.getuid()}" / read_facts(run_dir)["run_id"]).exists()
 
 
+@pytest.mark.slow
 @needs_tested_jax
 def test_all_processes_leave_a_checkpoint_that_one_of_them_cannot_read(tmp_path, whole):
     run_dir = tmp_path / "run"

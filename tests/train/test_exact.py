@@ -218,6 +218,7 @@ def test_lean_agrees_with_itself_with_tensor_parallelism(on_devices, meshes):
     agree(on_devices, exact(policy="fsdp", exact_memory="lean", tensor=2), meshes)
 
 
+@pytest.mark.slow
 @needs_tested_jax
 def test_lean_agrees_with_the_copy_within_rounding(on_devices):
     on_devices(4)

@@ -66,6 +66,7 @@ def test_every_policy_and_tensor_degree_trains_as_one_device(policy, tensor):
     agrees("adamw", policy, tensor)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_matrices_trains_under_fsdp_as_on_one_device():
     agrees("adafactor", "fsdp", 1)
 

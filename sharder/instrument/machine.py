@@ -86,7 +86,8 @@ def predict_step(step: Step, accelerator: Accelerator | None, devices_per_host: 
     else:
         bounds = lower_bounds(step.plan, model.compute_dtype, *sizes, step.declared.frozen)
     share = trace_share(step.declared, step.plan, step.batch, "update" if step.num_slots == 1 else "storage")
-    update_bytes = 2 * memory.state + step.plan.param_bytes_per_device("update")
+    frozen = step.plan.param_bytes_per_device("storage") - step.plan.param_bytes_per_device("storage", step.declared.frozen)
+    update_bytes = 2 * (memory.state - frozen) + step.plan.param_bytes_per_device("update", step.declared.frozen)
     work = count_work(share, step.num_slots * max(step.num_microbatches, 1), update_bytes, accelerator, model.compute_dtype)
     time = None
     if accelerator is not None:

@@ -1,16 +1,20 @@
 """What a machine that is too small is told, and the search for one that is not: by prediction, which applying the options repeats."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
 from small import small
+from small_pi0 import small_pi0
 
 from sharder.config import MlpConfig
 from sharder.finding import applied
 from sharder.instrument import machine
 from sharder.instrument.hardware import ACCELERATORS
 from sharder.instrument.machine import fastest, fewest_devices, memory_of, predict_step, remedies
+from sharder.instrument.roofline import count_work
+from sharder.instrument.share import trace_share
 from sharder.instrument.topology import Topology
 from sharder.train.description import describe_step
 from sharder.train.planning import say_fit, search
@@ -65,6 +69,17 @@ def test_tensor_degrees_are_named_where_they_help(monkeypatch):
     monkeypatch.setattr(machine, "memory_of", lambda step: SimpleNamespace(total=100 // step.plan.mesh.tensor))
     found = remedies(config, describe_step, describe_step(config, 4, 4), 4, 4, 30)
     assert len(found) == 4 and all("--parallel.tensor 4" in text for text in found)
+
+
+def test_the_update_of_a_step_reads_and_writes_what_is_trained_alone():
+    """Parameters, moments and average of 4 + 8 + 4 bytes read and written, and gradients of 4 read."""
+    config = applied(small_pi0(), {"--model.freeze": "vision", "--parallel.reduction": "fast"})
+    step = describe_step(config, 1, 1)
+    trained = sum(math.prod(d.shape) for path, d in step.declared.params.items() if path not in step.declared.frozen)
+    share = trace_share(step.declared, step.plan, step.batch, "update")
+    update = predict_step(step, None, 1).work.memory_bytes - count_work(share, 1, 0, None, "float32").memory_bytes
+    assert config.train.ema_decay is not None and len(step.declared.frozen) > 5
+    assert update == pytest.approx(trained * (2 * (4 + 8 + 4) + 4), rel=1e-3)
 
 
 def test_where_nothing_fits_nothing_is_named(step):

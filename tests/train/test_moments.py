@@ -104,9 +104,9 @@ def test_a_noisy_quadratic_is_descended_as_in_float64(moments, b2, within):
 
 
 def test_a_second_moment_in_plain_bfloat16_is_not():
-    """What the codes are for: it can grow, and not fall."""
+    """What the codes are for: it can grow, and not fall. Of 20 seeds the least ratio was 1.09."""
     seed = np.random.default_rng().integers(1 << 30)
-    assert descend(in_float64(naive), 0.999, seed) > 1.1 * descend(in_float64(), 0.999, seed)
+    assert descend(in_float64(naive), 0.999, seed) > 1.05 * descend(in_float64(), 0.999, seed)
 
 
 @pytest.mark.parametrize("moments, error", [("bfloat16", 0.01), ("int8", 0.15)])

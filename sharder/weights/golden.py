@@ -6,6 +6,8 @@ beside it holds sizes, loss and the norm of every parameter's gradient.
 
 import json
 import re
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +18,16 @@ from flax import nnx
 
 from sharder.config import Pi0Config, UserError
 from sharder.models.build import declare, flatten, unflatten
-from sharder.models.openpi_weights import detect, to_openpi, to_ours
+from sharder.models.openpi_weights import detect, openpi_shapes, to_openpi, to_ours
 
 CAMERAS = Pi0Config.cameras
 NAMES = {
     "prefix_tokens", "prefix_mask", "suffix_tokens", "suffix_mask", "prefix_out", "suffix_out", "adarms_cond", "velocity", "loss",
     "sampled_actions",
 }  # fmt: skip
+
+
+INPUTS = tuple(f"input/{name}" for name in ("tokens", "token_mask", "state", "actions", "noise", "time"))
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,7 @@ def read(path: Path, compute_dtype: str | None = None) -> Golden:
     for file in (path, facts_path):
         if not file.is_file():
             raise UserError(f"{file} does not exist: a golden vector is NAME.npz with NAME.json beside it.")
-    facts = json.loads(facts_path.read_text())
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
+    facts, arrays = _read_facts(facts_path), _read_arrays(path)
     params = {name.removeprefix("params/"): x for name, x in arrays.items() if name.startswith("params/")}
     pictures = {m[1]: arrays[name] for name in arrays if (m := re.fullmatch(r"image\d*/(.+)", name))}
     # openpi's order, whatever that of the file.
@@ -88,13 +91,17 @@ def read(path: Path, compute_dtype: str | None = None) -> Golden:
         camera: pictures[camera]
         for camera in sorted(pictures, key=lambda c: (c not in CAMERAS, CAMERAS.index(c) if c in CAMERAS else 0))
     }
-    if not params or not pictures or "input/actions" not in arrays:
-        raise UserError(f"{path} is no golden vector: it needs params/..., image<size>/<camera> and input/... arrays.")
+    lacking = [what for what, there in (("params/...", params), ("image<size>/<camera>", pictures)) if not there]
+    lacking += [name for name in INPUTS if name not in arrays]
+    if lacking:
+        raise UserError(f"{path} is no whole golden vector: {', '.join(lacking)} is missing.")
+    shapes = {name: x.shape for name, x in params.items()}
     config = detect(
-        {name: x.shape for name, x in params.items()}, cameras=tuple(pictures), action_horizon=arrays["input/actions"].shape[1],
+        shapes, cameras=tuple(pictures), action_horizon=arrays["input/actions"].shape[1],
         max_prompt_len=arrays["input/tokens"].shape[1], compute_dtype=compute_dtype or facts.get("dtype", "float32"), remat="none",
     )  # fmt: skip
     check_sizes(config, facts, path)
+    check_tree(config, shapes, path)
     batch = {name: arrays[f"input/{name}"] for name in ("tokens", "token_mask", "state", "actions")}
     for camera, image in pictures.items():
         times = config.image_size[0] // image.shape[1]
@@ -102,7 +109,52 @@ def read(path: Path, compute_dtype: str | None = None) -> Golden:
         if f"image_mask/{camera}" in arrays:
             batch[f"image_mask/{camera}"] = arrays[f"image_mask/{camera}"]
     expected = {name.split("/", 1)[1]: x for name, x in arrays.items() if name.split("/")[0] in ("intermediate", "output")}
+    check_recorded(facts, expected, shapes, path)
     return Golden(config, to_ours(config, params), batch, arrays["input/noise"], arrays["input/time"], expected, facts)
+
+
+def _read_facts(path: Path) -> dict:
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(facts, dict):
+        raise UserError(f"{path} holds a {type(facts).__name__}, but must hold an object with the sizes of a golden vector.")
+    return facts
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged or no .npz: {error}.") from error
+
+
+def check_tree(config: Pi0Config, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Raises UserError where the parameters are not the tree of the model that was found in their sizes."""
+    wanted = openpi_shapes(config, {name: x.shape for name, x in declare(config).params.items()})
+    differ = [f"{p}: {shapes.get(p, 'missing')} in the file, {x} in the model" for p, x in wanted.items() if shapes.get(p) != x]
+    differ += [f"{p}: {x} in the file, unknown to the model" for p, x in shapes.items() if p not in wanted]
+    if differ:
+        raise UserError(
+            f"{path} does not fit the model of its own sizes in {len(differ)} of its parameters: {'; '.join(differ[:5])}"
+        )
+
+
+def check_recorded(facts: dict, expected: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Raises UserError where there is nothing to compare, where the .json knows other parameters, or another loss."""
+    norms = facts.get("grad_norms", {})
+    if not norms and not expected:
+        raise UserError(f"{path} has no output/... or intermediate/... arrays, and its .json no grad_norms: nothing to compare.")
+    strange = sorted(set(norms) - set(shapes))
+    if strange:
+        raise UserError(f"the .json of {path} has {len(strange)} gradient norms of unknown parameters: {', '.join(strange[:5])}")
+    if facts.get("loss") is None:
+        return
+    loss = expected.setdefault("loss", np.asarray(facts["loss"], np.float32))
+    if not np.isclose(loss, facts["loss"], rtol=1e-6, atol=0):
+        raise UserError(f"{path} and its .json do not fit each other: loss: {facts['loss']} in the .json, {loss} in the arrays")
 
 
 def check_sizes(config: Pi0Config, facts: dict, path: Path) -> None:

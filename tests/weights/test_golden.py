@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -76,3 +77,57 @@ def test_sizes_of_the_json_that_are_not_those_of_the_arrays_are_named(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="x.npz does not exist"):
         golden.read(tmp_path / "x.npz")
+
+
+def written(folder: Path, change=lambda arrays, facts: None) -> Path:
+    """The recorded case of pi0 with something changed in its arrays or facts."""
+    with np.load(DATA / "pi0_tiny.npz") as file:
+        arrays = {name: file[name] for name in file.files}
+    facts = json.loads((DATA / "pi0_tiny.json").read_text())
+    change(arrays, facts)
+    np.savez(folder / "x.npz", **arrays)
+    (folder / "x.json").write_text(json.dumps(facts))
+    return folder / "x.npz"
+
+
+def without_recordings(arrays, facts):
+    for name in [x for x in arrays if x.split("/")[0] in ("intermediate", "output")]:
+        del arrays[name]
+    del facts["grad_norms"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays, facts: arrays.pop("input/time"), "input/time is missing"),
+        (lambda arrays, facts: arrays.pop("params/action_in_proj/bias"), r"bias: missing in the file, \(32,\) in the model"),
+        (lambda arrays, facts: arrays.update({"params/action_in_proj/bias": np.zeros(3)}), r"bias: \(3,\) in the file, \(32,\) in"),
+        (lambda arrays, facts: arrays.update({"params/more/bias": np.zeros(3)}), r"more/bias: \(3,\) in the file, unknown"),
+        (lambda arrays, facts: facts["grad_norms"].update({"more/bias": 1.0}), "1 gradient norms of unknown parameters: more/bias"),
+        (lambda arrays, facts: facts.update(loss=99.0), r"loss: 99.0 in the .json, 2.87"),
+        (without_recordings, "nothing to compare"),
+    ],
+    ids=["input", "missing", "misshapen", "unexpected", "norm", "loss", "nothing"],
+)
+def test_a_case_that_is_not_whole_is_refused_with_what_is_wrong(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        golden.read(written(tmp_path, change))
+
+
+def test_a_loss_that_stands_in_the_json_only_is_compared(tmp_path):
+    case = golden.read(written(tmp_path, lambda arrays, facts: arrays.pop("output/loss")))
+    assert case.expected["loss"] == np.float32(case.facts["loss"])
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="x.npz is damaged or no .npz"):
+            golden.read(path)
+    path.write_bytes(whole)
+    for text, message in (('{"a": ', "x.json cannot be read as JSON"), ("[1]", "x.json holds a list")):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            golden.read(path)

@@ -244,8 +244,12 @@ def unknown(golden: Golden) -> list[str]:
 
 
 def describe(rows: list[Quantity]) -> str:
-    """A table, and how many quantities agree."""
-    lines = [f"{'quantity':88} {'absolute':>10} {'relative':>10}"]
-    lines += [f"{row.name:88} {row.absolute:10.2e} {row.relative:10.2e}{'' if row.ok else '  TOO LARGE'}" for row in rows]
+    """A table of at most 80 columns, and how many quantities agree."""
+    lines = [f"{'quantity':49} {'absolute':>9} {'relative':>9}"]
+    for row in rows:
+        name = row.name.replace("PaliGemma/img/Transformer/encoderblock/", ".../")
+        numbers = f"{row.absolute:9.2e} {row.relative:9.2e}{'' if row.ok else ' TOO LARGE'}"
+        # A name that is still long has a line of its own.
+        lines += [f"{name:49} {numbers}"] if len(name) <= 49 else [name, f"{'':49} {numbers}"]
     bad = sum(not row.ok for row in rows)
     return "\n".join([*lines, f"{len(rows) - bad} of {len(rows)} quantities agree with the original"])

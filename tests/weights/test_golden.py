@@ -131,3 +131,7 @@ def test_damaged_files_are_named(tmp_path):
         path.with_suffix(".json").write_text(text)
         with pytest.raises(UserError, match=message):
             golden.read(path)
+
+
+def test_the_table_fits_80_columns(monkeypatch):
+    assert max(map(len, golden.describe(rows_of("pi0_tiny", monkeypatch)).splitlines())) <= 80

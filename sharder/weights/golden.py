@@ -146,10 +146,14 @@ def check_recorded(facts: dict, expected: dict[str, np.ndarray], shapes: dict[st
     """Raises UserError where there is nothing to compare, where the .json knows other parameters, or another loss."""
     norms = facts.get("grad_norms", {})
     if not norms and not expected:
-        raise UserError(f"{path} has no output/... or intermediate/... arrays, and its .json no grad_norms: nothing to compare.")
+        raise UserError(
+            f"{path} has no output/... or intermediate/... arrays, and its .json no grad_norms: nothing to compare."
+        )
     strange = sorted(set(norms) - set(shapes))
     if strange:
-        raise UserError(f"the .json of {path} has {len(strange)} gradient norms of unknown parameters: {', '.join(strange[:5])}")
+        raise UserError(
+            f"the .json of {path} has {len(strange)} gradient norms of unknown parameters: {', '.join(strange[:5])}"
+        )
     if facts.get("loss") is None:
         return
     loss = expected.setdefault("loss", np.asarray(facts["loss"], np.float32))

@@ -101,9 +101,15 @@ def without_recordings(arrays, facts):
     [
         (lambda arrays, facts: arrays.pop("input/time"), "input/time is missing"),
         (lambda arrays, facts: arrays.pop("params/action_in_proj/bias"), r"bias: missing in the file, \(32,\) in the model"),
-        (lambda arrays, facts: arrays.update({"params/action_in_proj/bias": np.zeros(3)}), r"bias: \(3,\) in the file, \(32,\) in"),
+        (
+            lambda arrays, facts: arrays.update({"params/action_in_proj/bias": np.zeros(3)}),
+            r"bias: \(3,\) in the file, \(32,\) in",
+        ),
         (lambda arrays, facts: arrays.update({"params/more/bias": np.zeros(3)}), r"more/bias: \(3,\) in the file, unknown"),
-        (lambda arrays, facts: facts["grad_norms"].update({"more/bias": 1.0}), "1 gradient norms of unknown parameters: more/bias"),
+        (
+            lambda arrays, facts: facts["grad_norms"].update({"more/bias": 1.0}),
+            "1 gradient norms of unknown parameters: more/bias",
+        ),
         (lambda arrays, facts: facts.update(loss=99.0), r"loss: 99.0 in the .json, 2.87"),
         (without_recordings, "nothing to compare"),
     ],

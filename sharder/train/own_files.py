@@ -16,7 +16,10 @@ def kept_tokenizer(run_dir: Path) -> Path | None:
 
 
 def keep_tokenizer(run_dir: Path, config: RunConfig) -> None:
-    """Copies the tokenizer into the run, with the file beside it that may name the end of a document."""
+    """Copies the tokenizer into the run, with the file beside it that may name the end of a document.
+
+    Raises UserError where there is none: data without text has not opened it.
+    """
     if config.data.tokenizer is None or kept_tokenizer(run_dir) is not None:
         return
     source = Path(config.data.tokenizer).expanduser()
@@ -25,7 +28,12 @@ def keep_tokenizer(run_dir: Path, config: RunConfig) -> None:
     # The tokenizer comes last: where it is, all is.
     for original, copy in (*copies, (source, run_dir / f"tokenizer{source.suffix}")):
         temporary = copy.with_name(copy.name + ".tmp")
-        shutil.copyfile(original, temporary)
+        try:
+            shutil.copyfile(original, temporary)
+        except OSError as error:
+            raise UserError(
+                f"--data.tokenizer {original} cannot be copied into the run {called(run_dir)}: {error.strerror or error}."
+            ) from error
         temporary.rename(copy)
 
 

@@ -64,3 +64,12 @@ def test_paths_hold_in_any_folder(tmp_path, monkeypatch):
         dataclasses.replace(small(), data=dataclasses.replace(small().data, path="a/*.txt", token_cache="c"))
     )
     assert (config.data.path, config.data.token_cache, config.data.tokenizer) == (f"{tmp_path}/a/*.txt", f"{tmp_path}/c", None)
+
+
+@pytest.mark.parametrize("name", ["no.model", "folder.model"])
+def test_a_tokenizer_that_cannot_be_copied_is_named_also_where_the_data_has_no_text(tmp_path, name):
+    (tmp_path / "folder.model").mkdir()
+    config = small()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / name)))
+    with pytest.raises(UserError, match=f"--data.tokenizer .*{name} cannot be copied into the run"):
+        keep_tokenizer(tmp_path, config)

@@ -67,23 +67,18 @@ def parse_topology(text: str) -> Topology:
 def open_devices(topology: Topology) -> list[jax.Device]:
     """Its devices, to compile for and not to run on; numbers of processes are those of hosts.
 
-    Raises UserError where the compiler for it is not installed, or does not have such a slice.
+    Raises UserError where its compiler does not have such a slice. That it is there, `missing_compiler` says before.
     """
-    require_compiler(topology)
     return _tpu_devices(topology) if topology.accelerator.is_tpu else _cuda_devices(topology)
 
 
-def require_compiler(topology: Topology) -> None:
-    """Raises UserError, with the line that installs it, where the compiler for this machine is missing."""
+def missing_compiler(topology: Topology) -> str | None:
+    """What has to be installed to compile for this machine; None where everything is."""
     if topology.accelerator.is_tpu:
-        if not util.find_spec("libtpu"):
-            raise UserError(
-                f"--topology {topology}: compiling for TPU needs libtpu, but no TPU: pip install 'sharder-jax[plan-tpu]'"
-            )
-    elif not util.find_spec("jax_plugins") or not any(util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
-        raise UserError(
-            f"--topology {topology}: compiling for CUDA needs its plugin, but no driver: pip install 'sharder-jax[plan-cuda]'"
-        )
+        return None if util.find_spec("libtpu") else "libtpu (but no TPU): pip install 'sharder-jax[plan-tpu]'"
+    if util.find_spec("jax_plugins") and any(util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
+        return None
+    return "the CUDA plugin (but no driver): pip install 'sharder-jax[plan-cuda]'"
 
 
 def hosts(topology: Topology, devices: list[jax.Device]) -> list[int]:

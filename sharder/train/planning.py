@@ -71,6 +71,9 @@ def check_here(config: RunConfig, compiles: bool, report: Path | None = None) ->
     inspection = inspect_here(config, Path.cwd())
     if inspection.findings and inspection.sound:
         print_whole_numbers(console, explain(inspection.plan))
+    if any(finding.rule == "mesh" for finding in inspection.findings):
+        wanted = inspection.plan.mesh.num_devices
+        print(f"to plan for {wanted} devices that are not here: --topology h100:1x{wanted}, or --cluster.cpu-devices {wanted}")
     setup = set_up(inspection, devices)
     step = describe_step(setup.config, len(devices), jax.local_device_count(), devices[0].platform)
     accelerator = find_accelerator(devices[0].device_kind)
@@ -111,15 +114,17 @@ def check_topology(config: RunConfig, name: str, find: bool, report: Path | None
     console, per_host = _console(), target.devices_per_host
     if find:
         return search(config, target)
-    topology.require_compiler(target)
-    step = describe_step(config, target.num_devices, per_host)
-    with quiet_stderr():
-        devices = topology.open_devices(target)
-        setup = prepare(step.config, devices)
-        lowered = None if step.num_microbatches else lower_abstract(setup)
+    step, lowered, missing = describe_step(config, target.num_devices, per_host), None, topology.missing_compiler(target)
+    if missing is None:
+        with quiet_stderr():
+            devices = topology.open_devices(target)
+            setup = prepare(step.config, devices)
+            lowered = None if step.num_microbatches else lower_abstract(setup)
     prediction = machine.predict_step(step, target.accelerator, per_host)
     print(f"{target}: {target.num_devices} devices, policy {step.plan.policy}, mesh {mesh_text(step)}")
     print(account(step.config, step.plan.mesh.num_replicas))
+    if missing is not None:
+        print(f"predicted from shapes alone; to compile the step too, install {missing}")
     compiled = None
     if lowered is not None:
         with quiet_stderr(), topology.memory_errors():

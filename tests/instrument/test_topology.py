@@ -1,14 +1,17 @@
+import dataclasses
 import json
 from importlib import util
 
 import pytest
-from small import sharder
+from small import sharder, small
 
-from sharder.config import UserError
+from sharder.config import ParallelConfig, UserError
+from sharder.instrument import topology
 from sharder.instrument.hardware import ACCELERATORS
 from sharder.instrument.topology import GPUS, cuda_target, parse_topology
 from sharder.models.build import declare
 from sharder.recipes import load_recipe
+from sharder.train.planning import check_here, check_topology
 
 needs_cuda = pytest.mark.skipif(
     not util.find_spec("jax_plugins") or not util.find_spec("jax_plugins.xla_cuda12"),
@@ -36,13 +39,23 @@ def test_a_target_has_the_memory_of_the_hardware_table(name):
     assert f"device_memory_size: {ACCELERATORS[name].memory_bytes} " in cuda_target(ACCELERATORS[name])
 
 
-def test_a_missing_compiler_is_one_line_that_says_how_to_install_it(monkeypatch):
-    from sharder.instrument import topology
+@pytest.mark.parametrize("name, extra", [("h100:1x8", "plan-cuda"), ("v5e:2x4", "plan-tpu")])
+def test_without_its_compiler_a_machine_is_planned_from_shapes_alone(monkeypatch, capsys, name, extra):
+    find = topology.util.find_spec
+    missing = ("jax_plugins", "libtpu")
+    monkeypatch.setattr(topology.util, "find_spec", lambda name, *more: None if name in missing else find(name, *more))
+    config = dataclasses.replace(small(), parallel=ParallelConfig(policy="fsdp", reduction="fast"))
+    assert check_topology(config, name, find=False) == 0
+    out = capsys.readouterr().out
+    assert f"pip install 'sharder-jax[{extra}]'" in out and "predicted from shapes alone" in out
+    assert "fits: " in out and "would fit, by prediction" in out
 
-    monkeypatch.setattr(topology.util, "find_spec", lambda name: None)
-    for name, extra in (("h100:1x8", "plan-cuda"), ("v5e:2x2", "plan-tpu")):
-        with pytest.raises(UserError, match=rf"^[^\n]*pip install 'sharder-jax\[{extra}\]'$"):
-            topology.open_devices(parse_topology(name))
+
+def test_degrees_that_the_devices_cannot_form_have_a_way_to_be_planned(capsys):
+    config = dataclasses.replace(small(), parallel=ParallelConfig(policy="fsdp", fsdp=16))
+    with pytest.raises(UserError, match="16 devices, but there are 8"):
+        check_here(config, compiles=False)
+    assert "16 devices that are not here: --topology h100:1x16, or --cluster.cpu-devices 16" in capsys.readouterr().out
 
 
 def by_hand() -> tuple[int, int, int]:
@@ -55,8 +68,8 @@ def by_hand() -> tuple[int, int, int]:
     return layers * block, 50432 * D, 1024 * D + 2 * D
 
 
-def traffic_of(topology: str, home) -> dict:
-    arguments = ("check", "gpt", "--parallel.policy", "fsdp", "--topology", topology, "--report", home / "found.json")
+def traffic_of(name: str, home) -> dict:
+    arguments = ("check", "gpt", "--parallel.policy", "fsdp", "--topology", name, "--report", home / "found.json")
     ran = sharder(*arguments, HOME=str(home), timeout=1800)
     assert ran.returncode == 0, ran.stderr
     return json.loads((home / "found.json").read_text())["traffic"]

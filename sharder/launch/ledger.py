@@ -74,7 +74,7 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 def make_ledger(events: list[dict], metrics: list[dict]) -> Ledger:
     events = sorted((e for e in events if isinstance(e.get("time_s"), int | float)), key=lambda e: e["time_s"])
-    spans = list(split(events))
+    spans = list(split(events, metrics))
     seconds = dict.fromkeys(CLASSES, 0.0)
     for span in spans:
         seconds[span.kind] += span.end_s - span.start_s
@@ -84,11 +84,18 @@ def make_ledger(events: list[dict], metrics: list[dict]) -> Ledger:
     return Ledger(events[0]["time_s"], events[-1]["time_s"], seconds, len(attempts), num_steps, find_restarts(events))
 
 
-def split(events: list[dict]):
-    """Spans from one event to the next, of the class that holds between them."""
-    kind, attempt, previous_s, supervised = "start-up", None, None, False
+def split(events: list[dict], metrics: list[dict]):
+    """Spans from one event to the next, of the class that holds between them.
+
+    Where nobody saw an attempt end and another one starts, it was down since its last event, or its last logged step.
+    """
+    kind, attempt, previous_s, supervised, running = "start-up", None, None, False, None
     for event in events:
         time_s = event["time_s"]
+        if running is not None and (event["kind"] == "launch" or _is_start(event) and not supervised):
+            last_s = min(max(previous_s, running["time_s"] + _steps_s(running, metrics)), time_s)
+            yield Span(previous_s, last_s, kind, attempt)
+            previous_s, kind, running = last_s, "down", None
         if event["kind"] == "ended":
             time_s = min(time_s, max(event.get("failed_at") or time_s, previous_s or time_s))
         if previous_s is not None:
@@ -96,17 +103,28 @@ def split(events: list[dict]):
         previous_s = time_s
         attempt = event["attempt"] if isinstance(event.get("attempt"), int) else attempt
         if event["kind"] == "phase" and event.get("process") == 0:
-            kind = OF_PHASE[event["name"]]
+            kind, running = OF_PHASE[event["name"]], event
         elif event["kind"] in ("spawn", "launch"):
             kind, supervised = "start-up", True
         elif event["kind"] == "ended":
-            kind = "down"
+            kind, running = "down", None
             yield Span(previous_s, event["time_s"], kind, attempt)
             previous_s = event["time_s"]
         elif event["kind"] in ("stopped", "end"):
-            kind = "down" if supervised else "stopped"
+            kind, running = "down" if supervised else "stopped", None
         elif event["kind"] == "closed":
-            kind, supervised = "stopped", False
+            kind, supervised, running = "stopped", False, None
+
+
+def _is_start(event: dict) -> bool:
+    return event["kind"] == "phase" and event.get("process") == 0 and event["name"] == "start-up"
+
+
+def _steps_s(phase: dict, metrics: list[dict]) -> float:
+    """Seconds of the steps that were logged since an attempt entered a phase; none but in the loop."""
+    done = [m for m in metrics if m.get("attempt") == phase["attempt"]]
+    since = [m for m in done if m["step"] >= (phase.get("step") or 0)]
+    return sum(m["step_time_s"] for m in since) * _every(done) if phase["name"] == "step" else 0.0
 
 
 def take_out(seconds: dict[str, float], metrics: list[dict]) -> None:

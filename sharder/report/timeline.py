@@ -57,15 +57,18 @@ def make_timeline(events: list[dict], last_signs: dict[int, float] | None = None
     starts = [e for e in timed if e.get("kind") == "start" and isinstance(e.get("attempt"), int)]
     if not starts:
         return None
-    began, spans, marks = starts[0]["time_s"], [], []
+    began, spans, marks = timed[0]["time_s"], [], []
+    begins = [
+        _beginning(start, starts[number - 1]["time_s"] if number else began, timed) for number, start in enumerate(starts)
+    ]
     for number, start in enumerate(starts):
-        attempt, until = start["attempt"], starts[number + 1]["time_s"] if number + 1 < len(starts) else float("inf")
-        meanwhile = [e for e in timed if start["time_s"] <= e["time_s"] < until]
+        attempt, until = start["attempt"], begins[number + 1] if number + 1 < len(starts) else float("inf")
+        meanwhile = [e for e in timed if begins[number] <= e["time_s"] < until]
         mine = [e for e in meanwhile if e.get("attempt") == attempt]
         last = min(max(mine[-1]["time_s"], (last_signs or {}).get(attempt, 0.0)), until)
         first = next((e["time_s"] for e in mine if e.get("kind") == "first_step"), last)
         spans += [
-            Span("starting", attempt, start["time_s"] - began, first - began),
+            Span("starting", attempt, begins[number] - began, first - began),
             Span("stepping", attempt, first - began, last - began),
         ]
         ended = any(e.get("kind") in ("end", "stopped") for e in mine) or any(map(_is_bad_end, meanwhile))
@@ -75,6 +78,11 @@ def make_timeline(events: list[dict], last_signs: dict[int, float] | None = None
             marks.append(Mark(last - began, f"attempt {attempt} ended without a word, after step {_last_step(mine)}", True))
     marks += [Mark(_moment(e) - began, _label(e), e.get("kind") not in STOPS) for e in timed if _is_worth_a_mark(e)]
     return Timeline([s for s in spans if s.end_s > s.start_s], sorted(marks, key=lambda m: m.time_s))
+
+
+def _beginning(start: dict, earliest_s: float, timed: list[dict]) -> float:
+    """When the processes of an attempt began, which it wrote down only when it had a folder to write to."""
+    return min(e["time_s"] for e in timed if e.get("attempt") == start["attempt"] and e["time_s"] >= earliest_s)
 
 
 def _is_bad_end(event: dict) -> bool:

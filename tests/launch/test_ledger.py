@@ -76,7 +76,13 @@ def test_a_run_without_supervisor_has_a_ledger_too():
 def test_an_attempt_that_nobody_saw_end_was_down_until_the_next_start(supervised):
     """A kill writes no event: the hours until somebody starts it again are no productive time."""
     launch = [event(3600.0, "launch"), event(3600.0, "spawn")] if supervised else []
-    first = [phase(0.0, "start-up"), phase(1.0, "compile"), phase(3.0, "step"), phase(5.0, "save"), phase(5.5, "step") | {"step": 3}]
+    first = [
+        phase(0.0, "start-up"),
+        phase(1.0, "compile"),
+        phase(3.0, "step"),
+        phase(5.0, "save"),
+        phase(5.5, "step") | {"step": 3},
+    ]
     second = [phase(3600.0, "start-up", 2), phase(3601.0, "step", 2), phase(3603.0, "end", 2), event(3604.0, "end", 2, 0)]
     ledger = make_ledger([*first, *launch, *second], [record(s, 1) for s in (1, 2, 3, 4)] + [record(4, 2), record(5, 2)])
     assert ledger.seconds["down"] == 3600.0 - 7.5

@@ -13,6 +13,7 @@ from small import RECIPE, environment, sharder
 
 from sharder.config import UserError
 from sharder.instrument.words import doubt
+from sharder.launch.ledger import make_ledger
 from sharder.report import timeline
 from sharder.report.page import make_page, write_report
 from sharder.report.read import read_run
@@ -123,6 +124,19 @@ def test_an_attempt_that_ended_without_a_word_is_a_fault():
     assert [(m.is_fault, m.label) for m in found.marks] == [(True, "attempt 1 ended without a word, after step 5")]
 
 
+def test_an_attempt_begins_with_its_processes_as_in_the_ledger():
+    """Their start is written down later, with its own time: it is neither before the run nor time in which nothing ran."""
+    events = [
+        event(0, "phase", name="start-up"), event(4, "start"), event(6, "first_step"), event(8, "phase", name="step"),
+        event(10, "phase", 2, name="start-up"), event(14, "start", 2), event(16, "first_step", 2), event(18, "end", 2),
+    ]  # fmt: skip
+    found = make_timeline(events)
+    assert [(s.kind, s.attempt, s.start_s, s.end_s) for s in found.spans] == [
+        ("starting", 1, 0, 6), ("stepping", 1, 6, 8), ("down", 1, 8, 10), ("starting", 2, 10, 16), ("stepping", 2, 16, 18)
+    ]  # fmt: skip
+    assert make_ledger(events, []).wall_s == found.spans[-1].end_s
+
+
 def test_a_supervisor_names_the_culprit_of_an_end():
     """Its events, and the fault that a test brings about, belong to no attempt; the end counts when it came, not when it was seen."""
     culprit = {"process": 1, "what": "was ended by SIGKILL", "phase": "step", "step": 4, "lines": ["secret"], "exit_code": -9}
@@ -133,8 +147,8 @@ def test_a_supervisor_names_the_culprit_of_an_end():
         event(15, "ended", None, code=0, failed_at=None, culprit=None), event(15, "closed", None, code=0),
     ]  # fmt: skip
     assert [(m.time_s, m.is_fault, m.label) for m in make_timeline(events).marks] == [
-        (5, True, "fault: kill, phase step"),
-        (6, True, "process 1 was ended by SIGKILL, step 4"),
+        (6, True, "fault: kill, phase step"),
+        (7, True, "process 1 was ended by SIGKILL, step 4"),
     ]
 
 

@@ -133,6 +133,7 @@ def describe(m: Measured, console: Console, run_dir: Path | None) -> None:
         console.print(
             f"{run_dir}/profile: profile.json, and the trace for TensorBoard or xprof; sharder report {run_dir} draws it",
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -180,7 +181,8 @@ def _narrow_table(title: str, headings: tuple[str, ...]) -> Table:
 
 
 def _flops_table(found: dict) -> Table:
-    scale, unit = (1e12, "TFLOP") if found["flops"] > 1e13 else (1e9, "GFLOP")
+    units = (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")
+    scale, unit = next((u for u in units if found["flops"] > 10 * u[0]), units[-1])
     table = _narrow_table(
         f"{unit} of a step: exact products beside 6 x parameters x all tokens",
         ("module", "params,\nM", "tokens", "for-\nward", "back-\nward", "again", "exact", "6ND", "exact\n- 6ND"),

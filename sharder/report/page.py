@@ -3,6 +3,8 @@
 Every figure is drawn from recorded files; what was not recorded leaves a gap with its name and the command that would fill it.
 """
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +31,7 @@ def write_report(run_dirs: list[Path], out: Path | None) -> Path:
     """Writes the page, of a single run into its folder; returns its path. Raises UserError for what is no run."""
     if out is None and len(run_dirs) > 1:
         raise UserError("a report of several runs belongs to none of them: name its file with --out.")
-    runs = [read_run(run_dir) for run_dir in run_dirs]
+    runs = _named_apart([read_run(run_dir) for run_dir in run_dirs])
     out = out or run_dirs[0] / "report.html"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +39,16 @@ def write_report(run_dirs: list[Path], out: Path | None) -> Path:
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}. Choose another --out.") from None
     return out
+
+
+def _named_apart(runs: list[Recorded]) -> list[Recorded]:
+    """Folders of the same name in different places keep their whole paths: figures and tables know a run by its name."""
+    names = Counter(r.name for r in runs)
+    found = [r if names[r.name] == 1 else replace(r, name=str(r.run_dir)) for r in runs]
+    twice = [name for name, count in Counter(r.name for r in found).items() if count > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is named more than once: a run is not overlaid with itself.")
+    return found
 
 
 def make_page(runs: list[Recorded]) -> str:

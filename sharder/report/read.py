@@ -24,10 +24,8 @@ class Recorded:
     ledgers: Ledgers | None
     num_unreadable: dict[str, int]
     """Lines cut off or damaged, by file."""
-
-    @property
-    def name(self) -> str:
-        return self.run_dir.name or str(self.run_dir)
+    name: str
+    """What a report calls it."""
 
     @property
     def last_of_step(self) -> dict[int, dict]:
@@ -61,7 +59,17 @@ def read_run(run_dir: Path) -> Recorded:
         )
     cut = {"metrics.jsonl": cut_records, "events.jsonl": cut_events, "steps": ledgers.num_unreadable if ledgers else 0}
     unreadable = {name: count for name, count in cut.items() if count}
-    return Recorded(run_dir, facts, _json(run_dir / "plan.json"), records, events, profile, ledgers, unreadable)
+    return Recorded(
+        run_dir,
+        facts,
+        _json(run_dir / "plan.json"),
+        records,
+        events,
+        profile,
+        ledgers,
+        unreadable,
+        run_dir.name or str(run_dir),
+    )
 
 
 def _json(path: Path) -> dict | None:

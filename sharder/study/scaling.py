@@ -113,7 +113,12 @@ def scale(
     per_device: int | None,
     options: list[str],
 ) -> dict:
-    whole = int(_value_of(options, "--train.global-batch-size") or load_recipe(name).train.global_batch_size)
+    given = _value_of(options, "--train.global-batch-size")
+    if given is not None and not given.isdecimal():
+        raise UserError(f"--train.global-batch-size is {given!r}, but must be a number.")
+    if per_device is not None and per_device < 1:
+        raise UserError(f"--examples-per-device is {per_device}, but must be at least 1.")
+    whole = int(given or load_recipe(name).train.global_batch_size)
     rest = _without(options, "--train.global-batch-size")
     points: list[Point] = []
     for count in counts:

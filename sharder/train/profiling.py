@@ -103,7 +103,10 @@ def profile(config: RunConfig, name: str, run_dir: Path | None, steps: int, abla
     cluster.initialize(config.cluster, exact=config.parallel.reduction == "exact")
     with nullcontext(run_dir / "profile") if run_dir else tempfile.TemporaryDirectory(prefix="sharder-profile-") as folder:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made: {error.strerror}. Choose another --run-dir.") from None
         found = measure(config, name, folder, steps, ablate)
         cluster.shutdown()
         if jax.process_index() != 0:
@@ -114,7 +117,7 @@ def profile(config: RunConfig, name: str, run_dir: Path | None, steps: int, abla
     if as_json:
         print(text)
     else:
-        describe(found, Console(width=None if run_dir is None else 140), run_dir)
+        describe(found, Console(), run_dir)
     return 0
 
 

@@ -50,7 +50,7 @@ def test_the_step_is_the_median_of_blocked_steps(found):
 
 
 def test_both_wrong_ways_are_printed_beside_the_right_one(run_dir):
-    _, text = run_dir
+    text = " ".join(run_dir[1].split())
     for words in (
         "median of 3 blocked steps",
         "coverage",
@@ -74,6 +74,13 @@ def test_no_number_is_cut_off_in_a_narrow_terminal(found):
     console.print(_flops_table(large), _roofline_table(large))
     text = console.file.getvalue()
     assert "3238.000" in text and "2346" in text and "1,234,567" in text and "bandwidth" in text and "…" not in text
+
+
+def test_what_is_printed_fits_80_columns(run_dir):
+    """Also where the trace is kept; only the path that it is kept at may be longer."""
+    *lines, path = run_dir[1].splitlines()
+    assert max(map(len, lines)) <= 80 and path.startswith(str(run_dir[0]))
+    assert any("attention projections" in line for line in lines)  # no name is broken for the digits of a small model
 
 
 def test_what_ablation_measured_has_its_spread(run_dir, found):
@@ -115,7 +122,12 @@ def test_json_and_nothing_else_in_exact_mode_over_two_devices():
 
 
 @pytest.mark.parametrize(
-    "options, message", [(("--steps", "0"), "--steps is 0"), (("--ablate", "nothing"), "--ablate is nothing")]
+    "options, message",
+    [
+        (("--steps", "0"), "--steps is 0"),
+        (("--ablate", "nothing"), "--ablate is nothing"),
+        (("--run-dir", __file__), "/profile cannot be made: Not a directory"),
+    ],
 )
 def test_what_cannot_be_done_is_said_at_once(options, message):
     done = sharder("profile", RECIPE, *ONE, *options)

@@ -92,6 +92,18 @@ def test_several_runs_are_overlaid_and_compared(tmp_path):
     assert "identical" in page and "first difference at step 2" in page
 
 
+def test_runs_whose_folders_have_the_same_name_are_told_apart(tmp_path):
+    runs = []
+    for place in ("x", "y"):
+        (tmp_path / place).mkdir()
+        runs.append(make_run(tmp_path / place / "a", [record(1), record(2)]))
+    page = write_report(runs, tmp_path / "out.html").read_text()
+    first_figure = page[page.index("<svg") : page.index("</svg>")]
+    assert all(str(run) in first_figure for run in runs)
+    with pytest.raises(UserError, match="is named more than once"):
+        write_report([runs[0], runs[0]], tmp_path / "out.html")
+
+
 def test_the_page_needs_no_network(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "a", [record(1), record(2)], [event(0, "start"), event(1, "first_step")]))])
     named = set(re.findall(r"https?://[^\s\"'<>]+", page))

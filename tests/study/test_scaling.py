@@ -6,13 +6,22 @@ import pytest
 from small import RECIPE, sharder
 
 from sharder.config import UserError
-from sharder.study.scaling import SHARED, _value_of, _without, batch_of, parse_devices, summarise
+from sharder.study.scaling import SHARED, _value_of, _without, batch_of, parse_devices, scale, summarise
 
 
 @pytest.mark.parametrize("text", ["", "0,1", "2,1", "1,1", "one", "1,2,"])
 def test_devices_are_ascending_numbers(text):
     with pytest.raises(UserError, match="ascending numbers"):
         parse_devices(text)
+
+
+@pytest.mark.parametrize(
+    "options, per_device, message",
+    [(["--train.global-batch-size", "many"], None, "global-batch-size is 'many'"), ([], 0, "--examples-per-device is 0")],
+)
+def test_examples_are_a_number_above_zero(options, per_device, message):
+    with pytest.raises(UserError, match=message):
+        scale("mlp", [1], "weak", False, 1, 1, per_device, options)
 
 
 def test_weak_scaling_keeps_the_examples_of_a_device():

@@ -160,24 +160,27 @@ def _run_config(arguments: list[str], usage: str) -> tuple[Path, RunConfig, list
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Print the validation loss of a checkpoint, or with --sim metaworld how often its policy succeeds in a simulator."""
+    """Print the loss of a checkpoint on held-out data, or with --sim metaworld how often its policy succeeds in a simulator."""
     if any(a.split("=")[0] == "--sim" for a in arguments):
         from sharder.sim import commands
 
         return commands.evaluate(arguments)
     run, default, rest = _run_config(arguments, "sharder eval RUN [--step N]")
 
-    def command(step: int | None = None, config: WithConfig = default) -> tuple:
+    def command(
+        step: int | None = None, split: Literal["validation", "training"] = "validation", config: WithConfig = default
+    ) -> tuple:
         """
         Args:
             step: Checkpoint; unset: the latest.
+            split: What was held out, or what it was trained on (--train.validation-batches: how much).
         """
-        return step, config
+        return step, split, config
 
-    step, config = parse(command, args=rest, prog="sharder eval RUN", description=evaluate.__doc__)
+    step, split, config = parse(command, args=rest, prog="sharder eval RUN", description=evaluate.__doc__)
     from sharder.serve.evaluate import evaluate_run
 
-    print(evaluate_run(config, run, step))
+    print(evaluate_run(config, run, step, split))
     return 0
 
 

@@ -81,6 +81,15 @@ def draw_noise_and_time(keys_B: jax.Array, shape: tuple[int, int]) -> tuple[jax.
     return jax.vmap(one)(keys_B)
 
 
+def real(batch: dict, numbers_BTA: jax.Array) -> jax.Array:
+    """The numbers, and zeros where steps or dimensions of the batch's actions are filled up."""
+    if "action_is_pad" in batch:
+        numbers_BTA = numbers_BTA * ~batch["action_is_pad"][:, :, None]
+    if "action_dim_mask" in batch:
+        numbers_BTA = numbers_BTA * batch["action_dim_mask"][:, None, :]
+    return numbers_BTA
+
+
 def keys_of_content(actions_BTA: jax.Array) -> jax.Array:
     """One key for each example from the bits of its actions: the same noise wherever, whenever it is evaluated."""
     words = jax.lax.bitcast_convert_type(actions_BTA.astype(jnp.float32), jnp.uint32)
@@ -203,12 +212,8 @@ class Pi0(nnx.Module):
         found = self.outputs(batch, noisy, time_B, layout)
         with jax.named_scope("loss"):
             errors = jnp.square(found["velocity"] - (noise_BTA - actions))
-            counted = jnp.ones(errors.shape, jnp.float32)
-            if self.config.loss_mask == "padded":
-                if "action_is_pad" in batch:
-                    counted = counted * ~batch["action_is_pad"][:, :, None]
-                if "action_dim_mask" in batch:
-                    counted = counted * batch["action_dim_mask"][:, None, :]
+            everything = jnp.ones(errors.shape, jnp.float32)
+            counted = real(batch, everything) if self.config.loss_mask == "padded" else everything
             num_dims = errors.shape[2]
             return (errors * counted).sum((1, 2)) / num_dims, counted.sum((1, 2)) / num_dims, found
 
@@ -247,6 +252,14 @@ class Pi0(nnx.Module):
             return noisy - velocity / num_steps, None
 
         return jax.lax.scan(step, noise_BTA.astype(jnp.float32), jnp.arange(num_steps))[0]
+
+    def sampling_errors(self, batch: dict, layout: Layout = SINGLE) -> tuple[jax.Array, jax.Array]:
+        """Per example the absolute error of actions sampled from noise of the example's own, summed over all that is not filled
+        up, and of how many numbers (B,)."""
+        noise, _ = draw_noise_and_time(keys_of_content(batch["actions"]), batch["actions"].shape[1:])
+        sampled = self.sample({k: x for k, x in batch.items() if "action" not in k}, noise, layout=layout)
+        errors = jnp.abs(sampled - batch["actions"].astype(jnp.float32))
+        return real(batch, errors).sum((1, 2)), real(batch, jnp.ones_like(errors)).sum((1, 2))
 
     def _denoise(self, state_BA, noisy_BTA, time, prefix_mask, cache: Cache, layout: Layout) -> jax.Array:
         """Velocity of the noisy actions at `time` (scalar), given keys and values of the prefix."""

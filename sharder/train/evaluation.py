@@ -1,4 +1,4 @@
-"""The mean loss over a held-out dataset."""
+"""The mean loss over a held-out dataset, and of a policy how far what it samples lies from what was recorded."""
 
 from collections.abc import Callable
 
@@ -18,6 +18,15 @@ EvalStep = Callable[[object, dict, jax.Array], tuple[jax.Array, jax.Array, jax.A
 def make_eval_step(setup: Setup) -> EvalStep:
     """The compiled evaluation (parameters, batch, stop flags) -> (summed loss, summed weight, whether a flag was set), without
     dropout or update."""
+    return _compiled(setup, lambda model, batch, layout: model.losses(batch, None, layout))
+
+
+def make_sampling_step(setup: Setup) -> EvalStep:
+    """The same of the absolute errors of sampled actions, in units of the model."""
+    return _compiled(setup, lambda model, batch, layout: model.sampling_errors(batch, layout))
+
+
+def _compiled(setup: Setup, measure: Callable) -> EvalStep:
     compute = ComputeLayout(setup.mesh, setup.plan, "storage")
 
     def eval_step(params, batch, stop):
@@ -25,7 +34,7 @@ def make_eval_step(setup: Setup) -> EvalStep:
 
         def body(sums, slot_batch):
             valid_B = slot_batch.pop("valid")
-            losses_B, weights_B = model.losses(slot_batch, None, compute)
+            losses_B, weights_B = measure(model, slot_batch, compute)
             return (sums[0] + (losses_B * valid_B).sum(), sums[1] + (weights_B * valid_B).sum()), None
 
         return *jax.lax.scan(body, (jnp.float32(0), jnp.float32(0)), dict(batch))[0], stop.max()
@@ -44,7 +53,7 @@ class Interrupted(Exception):
 def evaluate(
     eval_step: EvalStep, params, dataset: Dataset, setup: Setup, stop: Callable[[], bool] = lambda: False
 ) -> tuple[float, int]:
-    """Mean loss in nats, and of how many examples; batches are summed in order, in float64.
+    """Mean of what the step measures (the loss in nats), and of how many examples; batches are summed in order, in float64.
 
     Raises Interrupted where `stop` became true in any process.
     """

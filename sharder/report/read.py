@@ -46,7 +46,7 @@ class Recorded:
 
 def read_run(run_dir: Path) -> Recorded:
     """Raises UserError where the folder is no run, or nothing in it was recorded."""
-    profile = _json(run_dir / "profile" / "profile.json")
+    profile = _json(run_dir / "profile" / "profile.json", "shares", "kinds", "step_time_s", "coverage", "flops")
     # A folder may hold a profile and no run.
     facts = read_facts(run_dir) if (run_dir / "config.json").exists() or profile is None else None
     records, cut_records = read_json_lines(run_dir / "metrics.jsonl")
@@ -62,7 +62,7 @@ def read_run(run_dir: Path) -> Recorded:
     return Recorded(
         run_dir,
         facts,
-        _json(run_dir / "plan.json"),
+        _json(run_dir / "plan.json", "bytes_per_device", "bytes_total", "params"),
         records,
         events,
         profile,
@@ -72,8 +72,8 @@ def read_run(run_dir: Path) -> Recorded:
     )
 
 
-def _json(path: Path) -> dict | None:
-    """Raises UserError where the file is there and is no object."""
+def _json(path: Path, *needed: str) -> dict | None:
+    """Raises UserError where the file is there and is no object with what is needed."""
     if not path.exists():
         return None
     try:
@@ -82,4 +82,6 @@ def _json(path: Path) -> dict | None:
         raise UserError(f"{path} cannot be read: {error}. Remove it, or restore it from a copy.") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no object. Remove it, or restore it from a copy.")
+    if missing := [name for name in needed if name not in found]:
+        raise UserError(f"{path} lacks {', '.join(missing)}: another program wrote it. Remove it, or restore it from a copy.")
     return found

@@ -80,7 +80,7 @@ def test_what_is_printed_fits_80_columns(run_dir):
     """Also where the trace is kept; only the path that it is kept at may be longer."""
     *lines, path = run_dir[1].splitlines()
     assert max(map(len, lines)) <= 80 and path.startswith(str(run_dir[0]))
-    assert any("attention projections" in line for line in lines)  # no name is broken for the digits of a small model
+    assert any("attention scores" in line for line in lines)  # no name is broken for the digits of a small model
 
 
 def test_what_ablation_measured_has_its_spread(run_dir, found):

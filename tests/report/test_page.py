@@ -57,6 +57,15 @@ def test_what_was_not_recorded_leaves_a_named_gap(tmp_path):
     assert page.count("<svg") == 6  # loss, norm, rate, tokens/s, step time, utilisation
 
 
+@pytest.mark.parametrize("name, lacks", [("plan.json", "bytes_per_device"), ("profile/profile.json", "shares")])
+def test_a_file_of_another_program_is_named(tmp_path, name, lacks):
+    run_dir = make_run(tmp_path / "a", [record(1)])
+    (run_dir / "profile").mkdir()
+    (run_dir / name).write_text("{}")
+    with pytest.raises(UserError, match=f"{name} lacks {lacks}, .*: another program wrote it. Remove it"):
+        read_run(run_dir)
+
+
 def test_a_truncated_line_is_skipped_and_counted(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "a", [record(1)], tail='{"step": 2, "lo'))])
     assert "1 unreadable line(s) of metrics.jsonl skipped" in page

@@ -92,6 +92,8 @@ class OptimizerConfig:
     warmup_steps: int = 20
     decay_steps: int = 1000
     """Length of the schedule from step 0; constant in a recipe, independent of train.steps."""
+    initial_lr_fraction: float = 0.0
+    """Learning rate of the first step, as a fraction of the peak; with 0 it moves nothing."""
     final_lr_fraction: float = 0.1
     """Learning rate from decay_steps on, as a fraction of the peak."""
     b1: float = 0.9
@@ -119,7 +121,8 @@ class OptimizerConfig:
             self.warmup_steps < self.decay_steps < 2**31, "optimizer.decay_steps", self.decay_steps,
             f"above --optimizer.warmup-steps, which is {self.warmup_steps}, and below 2**31",
         )  # fmt: skip
-        require(0.0 <= self.final_lr_fraction <= 1.0, "optimizer.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
+        for name in ("initial_lr_fraction", "final_lr_fraction"):
+            require(0.0 <= getattr(self, name) <= 1.0, f"optimizer.{name}", getattr(self, name), "in [0, 1]")
         require(0.0 <= self.b1 < 1.0, "optimizer.b1", self.b1, "in [0, 1)")
         require(0.0 <= self.b2 < 1.0, "optimizer.b2", self.b2, "in [0, 1)")
         require(

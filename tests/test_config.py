@@ -125,6 +125,7 @@ REFUSED = [
     (OptimizerConfig, "warmup_steps", -1),
     (OptimizerConfig, "decay_steps", 20),
     (OptimizerConfig, "decay_steps", 2**31),
+    (OptimizerConfig, "initial_lr_fraction", 1.1),
     (OptimizerConfig, "final_lr_fraction", -0.1),
     (OptimizerConfig, "final_lr_fraction", 1.1),
     (OptimizerConfig, "b1", -0.1),

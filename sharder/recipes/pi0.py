@@ -21,7 +21,9 @@ def _full(model: Pi0Config) -> RunConfig:
         data=DataConfig(),
         # The bias of the last projection has one element for each action dimension, and no other axis to divide.
         parallel=ParallelConfig(policy="fsdp", replicate=("action_out/bias",)),
-        optimizer=OptimizerConfig(learning_rate=2.5e-5, warmup_steps=1000, decay_steps=30_000, weight_decay=1e-10),
+        optimizer=OptimizerConfig(
+            learning_rate=2.5e-5, initial_lr_fraction=1 / 1001, warmup_steps=1000, decay_steps=30_000, weight_decay=1e-10
+        ),
         train=TrainConfig(steps=30_000, global_batch_size=32, ema_decay=0.99, log_every=10, validate_every=1000),
         checkpoint=CheckpointConfig(every=1000, keep_last=1, keep_every=5000),
     )

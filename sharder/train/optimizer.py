@@ -21,9 +21,10 @@ Place = Callable[[jax.Array], jax.Array]
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate by number of completed steps: linear from 0, then a half cosine to final_lr_fraction of the peak."""
+    """Learning rate by number of completed steps: linear from initial_lr_fraction of the peak, then a half cosine to
+    final_lr_fraction of it."""
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=config.learning_rate * config.initial_lr_fraction,
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=config.decay_steps,

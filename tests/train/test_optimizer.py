@@ -16,7 +16,7 @@ from sharder.train.step import apply_update
 
 MODEL = MlpConfig(input_dim=3, hidden_dim=5, num_layers=2, output_dim=2)
 OPTIMIZER = OptimizerConfig(
-    learning_rate=0.02, warmup_steps=4, decay_steps=20, final_lr_fraction=0.1,
+    learning_rate=0.02, initial_lr_fraction=0.2, warmup_steps=4, decay_steps=20, final_lr_fraction=0.1,
     b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.3, clip_norm=1.5,
 )  # fmt: skip
 CONFIG = RunConfig(model=MODEL, optimizer=OPTIMIZER, train=TrainConfig(ema_decay=0.75))
@@ -57,7 +57,8 @@ def reference(dtype: str) -> list[dict]:
         g = {p: x.astype(np.float64) for p, x in grads.items()}
         norm = np.sqrt(sum((x**2).sum() for x in g.values()))
         if step < o.warmup_steps:
-            rate = o.learning_rate * step / o.warmup_steps
+            first_rate = o.learning_rate * o.initial_lr_fraction
+            rate = first_rate + (o.learning_rate - first_rate) * step / o.warmup_steps
         else:
             done = (step - o.warmup_steps) / (o.decay_steps - o.warmup_steps)
             low = o.learning_rate * o.final_lr_fraction
@@ -73,6 +74,12 @@ def reference(dtype: str) -> list[dict]:
             w[p] = np.asarray(jnp.asarray(new, dtype), np.float64) if dtype == "bfloat16" else new
         trajectory.append(w)
     return trajectory
+
+
+def test_pi0_begins_as_its_original_does():
+    """At peak / (warm-up + 1)."""
+    o = recipes.load_recipe("pi0").optimizer
+    assert float(schedule(o)(0)) == pytest.approx(2.5e-5 / 1001) and float(schedule(o)(1000)) == pytest.approx(2.5e-5)
 
 
 def test_gradients_of_the_test_are_clipped_and_not():
@@ -189,8 +196,8 @@ def test_clipped_gradients_are_float32(clip_norm):
     assert {x.dtype for x in clipped(narrow, jnp.float32(5), clip_norm).values()} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("step, rate", [(0, 0.0), (2, 0.01), (4, 0.02), (12, 0.011), (20, 0.002), (10**6, 0.002)])
-def test_schedule_rises_from_zero_to_the_peak_and_falls_to_its_fraction(step, rate):
+@pytest.mark.parametrize("step, rate", [(0, 0.004), (2, 0.012), (4, 0.02), (12, 0.011), (20, 0.002), (10**6, 0.002)])
+def test_schedule_rises_from_its_first_rate_to_the_peak_and_falls_to_its_fraction(step, rate):
     assert float(schedule(OPTIMIZER)(step)) == pytest.approx(rate, rel=1e-6)
 
 

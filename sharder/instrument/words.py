@@ -1,5 +1,7 @@
 """What a profile says, in sentences. Knows profile.json and nothing of jax: the report says the same."""
 
+from collections.abc import Mapping
+
 LEAST_COVERAGE = 0.8
 """Below, the trace misses too much for its shares to be shown without saying so."""
 WARNING = "WARNING: "
@@ -67,6 +69,13 @@ def sentences(found: dict) -> list[str]:
     exposed = found["collectives"].get("exposed_share")
     if exposed is not None:
         lines.append(f"{1 - exposed:.1%} of the collectives' time is hidden behind other work of the same device")
+    beyond = beyond_the_roof(found["roofline"])
+    if beyond:
+        measured = "measured" in found["memory_source"]
+        lines.append(
+            f"roofline: {', '.join(beyond)} reach{'es' if len(beyond) == 1 else ''} more than memory bandwidth allows: what they move stays in"
+            f" a cache{', or the bandwidth was measured too low' if measured else ''}"
+        )
     if found["ablation"]:
         a = found["ablation"]
         traced = found["shares"].get(a["scope"], 0.0)
@@ -75,4 +84,14 @@ def sentences(found: dict) -> list[str]:
             f"ablation: without {a['scope']} the step takes {a['without_s'] * 1e3:.1f} instead of {a['whole_s'] * 1e3:.1f} ms; in pairs of"
             f" steps that is {a['share']:.1%} of it{between}; by the trace {traced:.1%}"
         )
+        if min(a["share"], a.get("share_low", a["share"])) < 0:
+            lines.append(
+                f"{WARNING}leaving {a['scope']} out cannot slow a step down: others used this machine meanwhile, and the ablation tells"
+                " nothing. Repeat it while nothing else runs"
+            )
     return lines
+
+
+def beyond_the_roof(roofline: Mapping[str, Mapping]) -> list[str]:
+    """Parts that reach more FLOP/s than peak and bandwidth allow, by more than 2 %."""
+    return [name for name, r in roofline.items() if (r.get("achieved_flops") or 0.0) > 1.02 * r["attainable_flops"]]

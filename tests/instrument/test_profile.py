@@ -8,6 +8,7 @@ from rich.console import Console
 from small import RECIPE, sharder
 
 from sharder.instrument.profile_report import _flops_table, _roofline_table
+from sharder.instrument.words import sentences
 
 ONE = ("--cluster.cpu-devices", "1", "--steps", "3")
 
@@ -87,6 +88,19 @@ def test_what_ablation_measured_has_its_spread(run_dir, found):
     a = found["ablation"]
     assert a["scope"] == "attention" and a["share_low"] <= a["share"] <= a["share_high"] < 1
     assert "half of all pairs between" in " ".join(run_dir[1].split())
+
+
+def test_what_cannot_be_is_doubted(found):
+    """An ablation that makes a step slower, and a part that reaches more than its bandwidth allows."""
+    part = {"achieved_flops": 3.0, "attainable_flops": 1.0}
+    calm = found | {
+        "ablation": {"scope": "attention", "without_s": 1.0, "whole_s": 1.5, "share": 0.3, "share_low": 0.2, "share_high": 0.4}
+    }
+    calm["roofline"] = {"attention": part | {"achieved_flops": 1.01}}
+    odd = calm | {"ablation": calm["ablation"] | {"share_low": -0.1}, "roofline": {"attention": part, "loss": part}}
+    text = lambda told: " ".join(sentences(told | {"memory_source": "measured here"}))  # noqa: E731
+    assert "leaving attention out cannot slow a step down" in text(odd) and "cannot slow" not in text(calm)
+    assert "attention, loss reach more than memory bandwidth allows" in text(odd) and "bandwidth allows" not in text(calm)
 
 
 def test_predicted_memory_stands_beside_compiled_and_measured(run_dir, found):

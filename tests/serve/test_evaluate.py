@@ -46,6 +46,7 @@ def test_another_part_of_the_data_is_refused_by_option(run_dir):
         evaluate_run(change(CONFIG, data={"validation_fraction": 0.2}), run_dir, None)
 
 
+@pytest.mark.slow
 def test_of_a_policy_the_error_of_its_actions_is_printed_for_either_split(tmp_path):
     """Against actions that are sampled one by one; what is filled up does not count."""
     config = change(

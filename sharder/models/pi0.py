@@ -257,7 +257,7 @@ class Pi0(nnx.Module):
         """Per example the absolute error of actions sampled from noise of the example's own, summed over all that is not filled
         up, and of how many numbers (B,)."""
         noise, _ = draw_noise_and_time(keys_of_content(batch["actions"]), batch["actions"].shape[1:])
-        sampled = self.sample({k: x for k, x in batch.items() if "action" not in k}, noise, layout=layout)
+        sampled = self.sample(batch, noise, layout=layout)
         errors = jnp.abs(sampled - batch["actions"].astype(jnp.float32))
         return real(batch, errors).sum((1, 2)), real(batch, jnp.ones_like(errors)).sum((1, 2))
 

@@ -15,10 +15,9 @@ from sharder.train.saved import check_data, restore_params
 from sharder.train.setup import prepare
 
 
-Split = Literal["validation", "training"]
-
-
-def evaluate_run(config: RunConfig, run_dir: Path, step: int | None, split: Split = "validation") -> str:
+def evaluate_run(
+    config: RunConfig, run_dir: Path, step: int | None, split: Literal["validation", "training"] = "validation"
+) -> str:
     """One line with the loss of a split, and perplexity or the error of sampled actions. Raises UserError where there is none."""
     step = checkpoint.choose_step(run_dir, step)
     check_split(config, run_dir)
